@@ -59,10 +59,10 @@ lint: $(ENVIRONMENT)  ## style
 types: $(ENVIRONMENT)  ## types of the package, strictly
 	$(PY) -m mypy
 
-wheel: $(ENVIRONMENT)  ## dist/*.whl: the wheel for all platforms, and one of this platform with machine code, which takes two minutes
+wheel: $(ENVIRONMENT)  ## dist/*.whl, with the simulator and the search nearly compiled, which takes two minutes
 	rm -f dist/*.whl
+	$(PY) -m release.machine_code
 	$(PY) -m build --wheel --no-isolation
-	$(PY) -m release.platform_wheel dist/*.whl -o dist
 
 docs: $(ENVIRONMENT) $(DOCS_ENVIRONMENT)  ## the pages as a site in build/site (to read it: python -m http.server -d build/site)
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict

@@ -40,10 +40,10 @@ from soap.cluster.fewer import part_of
 from soap.cluster.topology import Topology
 from soap.emulation.placement import Placement
 from soap.errors import RuntimeFailure, SoapError
-from soap.measure.core_speed import core_reference_ns
 from soap.measure.iteration import WARM_UP_STEPS
+from soap.measure.this_machine import core_reference_ns
 from soap.runtime.comm.launch import launch
-from soap.runtime.step_metrics import OnStep, StepMetrics
+from soap.runtime.training_options import OnStep, StepMetrics
 from soap.simulator.reference import execution_order
 from soap.simulator.simulate import Simulation, Simulator
 from soap.strategy.config import Strategy

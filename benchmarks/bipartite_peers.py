@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from soap.elastic.worker import Batches
-from soap.emulation.virtual_clock import VirtualClock, set_share
+from soap.emulation.placement import VirtualClock, set_share
 from soap.runtime.system import clock
 from soap.zoo import build
 from soap.zoo.full_sparse import FullSparse

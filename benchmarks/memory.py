@@ -31,7 +31,7 @@ from soap.cluster.presets import local_topology
 from soap.cluster.topology import Topology
 from soap.measure.memory import PeakMemory, peak_memory
 from soap.model.graph import OperatorGraph
-from soap.plan.running.execution_order import ExecutionOrder
+from soap.plan.running.forward_order import ExecutionOrder
 from soap.runtime.comm.launch import launch
 from soap.runtime.comm.world import close_world, open_world
 from soap.runtime.trainer import Trainer

@@ -21,7 +21,8 @@ from soap.simulator.compiled.events import NO_BOUND, STOPPED
 from soap.simulator.compiled.graph_arrays import Ints, Longs
 from soap.simulator.compiled.handles import handle
 from soap.simulator.compiled.hashing import draw
-from soap.simulator.compiled.jit import compiled, entry
+from soap.simulator.compiled.jit import compiled
+from soap.simulator.compiled.machine_code import Library
 from soap.simulator.compiled.trial import HEAPED, SKIPPED, TAKEN, Trial
 from soap.simulator.compiled.world import World
 from soap.simulator.engine import Engine
@@ -31,6 +32,9 @@ STEP, RANDOM, SWAPPED, COST, ACCEPTED, BEST, PLAYED, QUEUED, WITHOUT_PLAY, UNCHA
 """Places in ``Choices.walk``: steps done; the generator's state; whether the two trials have changed places; current cost; accepted
 proposals; best cost; tasks played; tasks that went through a heap; proposals refused before anything was played; proposals of the current
 configuration; how many steps are logged (cost after each, in ``Choices.log``)."""
+
+
+WALK = Library("benchmarks.metropolis_walk")
 
 
 class Choices(NamedTuple):
@@ -46,7 +50,7 @@ class Choices(NamedTuple):
     dev: Ints
 
 
-@entry
+@WALK.entry
 def walk_on(W: World, A: Trial, B: Trial, E: Edit, choices: Choices, steps: int, beta: float, bounded: bool) -> None:
     """Continue until ``steps`` steps are done. If a table or room is missing, it raises; ``take_back`` then restores the state before the
     step."""

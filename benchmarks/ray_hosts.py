@@ -16,10 +16,10 @@ from pathlib import Path
 
 from soap.cluster.presets import preset
 from soap.elastic.processes import descendants, signal_all
-from soap.emulation.commands import run
 from soap.emulation.emulate import emulated
 from soap.emulation.hosts import host_limits
 from soap.emulation.names import bridge_name, host_address, host_name
+from soap.emulation.network import run
 
 ROOT = Path(__file__).parent.parent
 HOSTS, PORT = 2, 6379

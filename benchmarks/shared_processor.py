@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from soap.emulation.virtual_clock import VirtualClock
+from soap.emulation.placement import VirtualClock
 from soap.runtime.system.clock import Clock
 
 

@@ -26,9 +26,8 @@ from soap import api
 from soap.cluster.overheads import Share
 from soap.cluster.topology import Topology
 from soap.errors import SoapError
-from soap.files import write_text_atomically
+from soap.files import cache_folder, write_text_atomically
 from soap.measure.compression_timing import matrix_of, time_compression
-from soap.measure.machine_cache import cache_folder
 from soap.measure.this_machine import measured_local_topology
 from soap.plan.compression.seam import WORKS, layout_of
 from soap.profiles.entries import UPDATE, Entry, decode

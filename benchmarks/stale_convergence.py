@@ -2,7 +2,7 @@
 workers on a made-up click log whose model is known: AUC against samples and against time. Takes minutes; resumable. Results:
 docs/results/stale_convergence.md.
 
-Clicks are drawn by a logistic model (``soap.preprocessing.clicks``), whose own probabilities have the best AUC that there is. What is
+Clicks are drawn by a logistic model (``soap.preprocessing.generate``), whose own probabilities have the best AUC that there is. What is
 trained adds up a row for each id of a sample, and a perceptron's first layer of its numbers. Test samples are others of the same log. The
 clock stands still while AUC is computed; workers finish the lease that they have meanwhile.
 """

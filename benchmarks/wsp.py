@@ -46,7 +46,7 @@ from soap.mixed.planned import minibatch_dims, strategy_of
 from soap.mixed.run.plan import wave_plan
 from soap.mixed.run.training import Job, train
 from soap.mixed.searching import Finder, Found
-from soap.mixed.training import Training
+from soap.mixed.steady import Training
 from soap.runtime.comm.launch import launch
 from soap.search.chains import search
 from soap.search.options import SearchOptions

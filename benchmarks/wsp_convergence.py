@@ -44,7 +44,7 @@ from soap.mixed.planned import strategy_of
 from soap.mixed.run.plan import wave_plan
 from soap.mixed.run.training import Job, Outcome, train
 from soap.mixed.searching import Found
-from soap.mixed.training import Training
+from soap.mixed.steady import Training
 from soap.runtime.comm.launch import launch
 
 VERSION, COMMAND = 1, "python -m benchmarks.wsp_convergence"

@@ -37,10 +37,9 @@ if TYPE_CHECKING:
     from soap.runner.runner import get_runner
     from soap.runner.sharding import shard
     from soap.runner.tuning import tune
-    from soap.runtime.part_batch import PartBatch
-    from soap.runtime.step_metrics import StepMetrics
+    from soap.runtime.inputs import PartBatch
     from soap.runtime.trainer import Trainer
-    from soap.runtime.training_options import TrainingOptions
+    from soap.runtime.training_options import StepMetrics, TrainingOptions
     from soap.search.options import SearchOptions
     from soap.strategy.config import OpConfig, Strategy, SyncConfig
     from soap.tracing.without_values import without_weights
@@ -71,8 +70,8 @@ _HOME = {
     "tune": "soap.runner.tuning",
     "without_weights": "soap.tracing.without_values",
     "RunnerConfig": "soap.runner.config",
-    "PartBatch": "soap.runtime.part_batch",
-    "StepMetrics": "soap.runtime.step_metrics",
+    "PartBatch": "soap.runtime.inputs",
+    "StepMetrics": "soap.runtime.training_options",
     "Trainer": "soap.runtime.trainer",
     "TrainingOptions": "soap.runtime.training_options",
     "SearchOptions": "soap.search.options",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import os
 import secrets
+import sys
 import zipfile
 from collections.abc import Iterable
 from contextlib import suppress
@@ -19,6 +20,20 @@ from soap.units import format_bytes
 
 ARCHIVE_SPARE_BYTES = 2**26
 """Texts in archives may be compressed; they are small next to tensors, which torch stores as they are."""
+
+
+def cache_folder() -> Path | None:
+    """The folder of this program below the user's cache folder (XDG_CACHE_HOME, if set); None if the user has no home."""
+    chosen = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(chosen):  # the XDG specification says to ignore relative paths
+        return Path(chosen) / "soap"
+    local = os.environ.get("LOCALAPPDATA", "") if sys.platform == "win32" else ""
+    if local:
+        return Path(local) / "soap"
+    try:
+        return Path.home() / ".cache" / "soap"
+    except RuntimeError:
+        return None
 
 
 def read_text(path: str | Path, *, what: str = "file", error: type[SoapError] = SoapError, limit_bytes: int = 2**30) -> str:

@@ -10,7 +10,7 @@ import torch
 from soap.plan.departures import PASSES_UNDER_WAY, sending_pass, waited_for
 from soap.plan.planning import build_plan
 from soap.runtime.comm.redistribute import Communicator, Pending
-from soap.runtime.step.departures import Departures
+from soap.runtime.step.state import Departures
 from tests.graph_builder import mlp
 from tests.micro_batches import by_hand
 from tests.strategies import cluster

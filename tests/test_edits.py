@@ -20,7 +20,7 @@ from soap.cluster.topology import Topology
 from soap.model.graph import NEXT_STATE, OperatorGraph
 from soap.profiles.roofline import RooflineCosts
 from soap.runner.config import RunnerConfig
-from soap.runner.planning import adapted
+from soap.runner.runner import adapted
 from soap.runner.tuning import with_partitions
 from soap.runtime.program.resizing import resized_plan
 from soap.search import chains, recomputing, starts
@@ -32,9 +32,9 @@ from soap.search.constraints import brought_inside, parse
 from soap.search.cuts import improve_by_cuts
 from soap.search.descent import CHANGES, adopt, propose_descent
 from soap.search.explanation import explain, explain_synchronization
+from soap.search.metropolis import Proposal
 from soap.search.options import SearchOptions
 from soap.search.polish import polish
-from soap.search.proposals import Proposal
 from soap.search.recomputing import with_recomputation
 from soap.search.space import Space, build_space
 from soap.simulator.engine import Engine

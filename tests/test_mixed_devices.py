@@ -15,7 +15,7 @@ from soap.errors import ProfileError, TopologyError
 from soap.model.graph import OperatorGraph
 from soap.profiles.link_places import link_places
 from soap.profiles.roofline import RooflineCosts
-from soap.search.compiled.estimates import rough_ns
+from soap.search.compiled.space_arrays import rough_ns
 from tests.graph_builder import mlp
 from tests.strategies import CPU, GPU, cluster
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 import soap
-from soap.api import ahead
 from soap.cli import export_plan, run, schedule, search, simulate
 from soap.cli.command import OPTIONS
 from soap.errors import SoapError, asked, did_you_mean, options_of
@@ -27,12 +26,6 @@ OPTION = re.compile(r"(?<![\w-])--[a-z]")
 SEARCHED = re.compile(r"(?<![\w-])--(pin|forbid|sync|budget|memory-budget|beta|confidence|seconds|import|device) ")
 OF_COMMANDS = ("cli/", "emulation/", "report/", "exported_plans/megatron_lm.py")
 """Used by commands alone, or about another program's options."""
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_compiled_on() -> Iterator[None]:
-    yield
-    ahead.end()  # which a command's end would do
 
 
 def options_named() -> Iterator[str]:

@@ -14,7 +14,7 @@ import pytest
 from soap.cli import diff as soap_diff
 from soap.cli import plain_text
 from soap.errors import StrategyError
-from soap.strategy import config, diff, fields, json_file, schema
+from soap.strategy import config, diff, fields, json_file
 from soap.strategy.classical import data_parallel
 from soap.strategy.config import OpConfig, Strategy, SyncConfig
 from soap.strategy.fields import OptionalField
@@ -23,7 +23,7 @@ from tests.strategies import cluster
 
 GRAPH, CLUSTER = mlp(), cluster([2, 2])
 OPERATOR, PARAMETER = GRAPH.operators[0].name, GRAPH.parameters[0].name
-MODULES: tuple[ModuleType, ...] = (diff, fields, json_file, plain_text, schema, soap_diff)
+MODULES: tuple[ModuleType, ...] = (diff, fields, json_file, plain_text, json_file, soap_diff)
 
 
 @dataclass(frozen=True, slots=True)

@@ -256,11 +256,11 @@ def test_nodes_with_one_device_sit_at_the_network():
             "'h100-4x8'"),
         ("h100-", "cluster 'h100-': expected h100-D for one host with D devices, such as 'h100-8', or h100-NxD for N hosts, such as "
             "'h100-4x8'"),
-        ("h100-100000x8", "cluster 'h100-100000x8': 800000 devices; expected at most 2048: describe more in a file"),
+        ("h100-100000x8", "cluster 'h100-100000x8': 800000 devices; expected at most 16384: describe more in a file"),
         ("rtx4090-2x2", "cluster 'rtx4090-2x2': what joins such hosts is not known; expected rtx4090-D, or a file with a network"),
         ("rtx4090-x", "cluster 'rtx4090-x': expected rtx4090-D for one host with D devices, such as 'rtx4090-8'"),
         ("piz-daint-4x2", "cluster 'piz-daint-4x2': expected piz-daint-N with N hosts, such as 'piz-daint-16'"),
-        ("piz-daint-9999", "cluster 'piz-daint-9999': 9999 devices; expected at most 2048: describe more in a file"),
+        ("piz-daint-99999", "cluster 'piz-daint-99999': 99999 devices; expected at most 16384: describe more in a file"),
         ("a100-8", f"unknown cluster 'a100-8'; expected one of {ALL}: did you mean 'a100-80gb-8'?"),
     ],
 )  # fmt: skip

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from benchmarks.shared_processor import InTurn, SharedProcessor
-from soap.emulation import virtual_clock
+from soap.emulation import placement
 from soap.runtime.system import clock
 from tests.test_virtual_clock import Machine
 
@@ -15,10 +15,10 @@ from tests.test_virtual_clock import Machine
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     made = Machine()
-    monkeypatch.setattr(virtual_clock.time, "perf_counter_ns", lambda: made.wall)
-    monkeypatch.setattr(virtual_clock.time, "thread_time_ns", lambda: made.used)
-    monkeypatch.setattr(virtual_clock.time, "sleep", made.sleep)
-    monkeypatch.setattr(virtual_clock.VirtualClock, "_queued", lambda _: made.queued)
+    monkeypatch.setattr(placement.time, "perf_counter_ns", lambda: made.wall)
+    monkeypatch.setattr(placement.time, "thread_time_ns", lambda: made.used)
+    monkeypatch.setattr(placement.time, "sleep", made.sleep)
+    monkeypatch.setattr(placement.VirtualClock, "_queued", lambda _: made.queued)
     return made
 
 

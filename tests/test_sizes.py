@@ -9,7 +9,7 @@ from pathlib import Path
 from tests.sources import statements
 
 ROOT = Path(__file__).parent.parent
-MAX_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS = 400, 70, 12
+MAX_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS = 600, 70, 12
 
 EXCEPTIONS: dict[str, str] = {}
 """A file, or a function of it -> why it may be larger."""
@@ -57,8 +57,8 @@ def test_few_modules_stand_on_the_ground_floor() -> None:
 
 
 def test_what_is_counted() -> None:
-    assert dict(too_large("a.py", "x = 1\n" * 400)) == {}
-    assert list(dict(too_large("a.py", "x = 1\n" * 401))) == ["a.py"]
+    assert dict(too_large("a.py", "x = 1\n" * 600)) == {}
+    assert list(dict(too_large("a.py", "x = 1\n" * 601))) == ["a.py"]
     twelve = ", ".join(f"p{i}" for i in range(11))
     assert dict(too_large("a.py", f"class A:\n    def f(self, {twelve}, *, k): ...\n")) == {}
     assert list(dict(too_large("a.py", f"class A:\n    def f(self, {twelve}, *args, k): ...\n"))) == ["a.py::f"]

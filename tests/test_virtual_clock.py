@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from soap.emulation import virtual_clock
+from soap.emulation import placement
 from soap.runtime.system import clock
 
 STATISTICS = Path("/proc/thread-self/schedstat")
@@ -33,13 +33,13 @@ class Machine:
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     made = Machine()
-    monkeypatch.setattr(virtual_clock.time, "perf_counter_ns", lambda: made.wall)
-    monkeypatch.setattr(virtual_clock.time, "thread_time_ns", lambda: made.used)
-    monkeypatch.setattr(virtual_clock.time, "sleep", made.sleep)
-    monkeypatch.setattr(virtual_clock.VirtualClock, "_queued", lambda _: made.queued)
-    virtual_clock.set_share(0.25)
+    monkeypatch.setattr(placement.time, "perf_counter_ns", lambda: made.wall)
+    monkeypatch.setattr(placement.time, "thread_time_ns", lambda: made.used)
+    monkeypatch.setattr(placement.time, "sleep", made.sleep)
+    monkeypatch.setattr(placement.VirtualClock, "_queued", lambda _: made.queued)
+    placement.set_share(0.25)
     yield made
-    virtual_clock.set_share(None)
+    placement.set_share(None)
 
 
 def test_computing_takes_as_long_as_on_a_part_of_a_core(machine: Machine) -> None:
@@ -98,7 +98,7 @@ def test_being_queued_before_a_wait_is_no_part_of_it(machine: Machine) -> None:
 @pytest.mark.skipif(not STATISTICS.exists(), reason="this kernel does not tell for how long threads were queued")
 def test_the_kernel_says_how_long_this_thread_was_queued() -> None:
     before = int(STATISTICS.read_text().split()[1])
-    queued = virtual_clock.VirtualClock(0.5)._queued()
+    queued = placement.VirtualClock(0.5)._queued()
     assert before <= queued <= int(STATISTICS.read_text().split()[1])
 
 
@@ -130,7 +130,7 @@ def test_short_sleeps_are_joined(machine: Machine) -> None:
 
 
 def test_without_a_share_nothing_happens(machine: Machine) -> None:
-    virtual_clock.set_share(None)
+    placement.set_share(None)
     machine.compute(1_000_000)
     clock.catch_up()
     clock.resume()

@@ -332,6 +332,10 @@ def batched(**how: Any) -> Built:
     return module, inputs
 
 
-_VARIANTS: dict[str, Callable[..., Built]] = {"llama_unpadded": causal("Llama", unpadded), "mixtral_batched": batched}
+_VARIANTS: dict[str, Callable[..., Built]] = {
+    "llama_unpadded": causal("Llama", unpadded),
+    "mistral_unpadded": causal("Mistral", unpadded, sliding_window=3),
+    "mixtral_batched": batched,
+}
 _FAMILIES = ("gpt2", "llama", "bert", "vit", "swin", "resnet", "convnext", "t5", "bart", "whisper", "mixtral", "mamba", "fnet")
 MODELS = {name: partial(made, dropout=True) for name, made in (*((name, ARCHITECTURES[name]) for name in _FAMILIES), *_VARIANTS.items())}

@@ -1,4 +1,4 @@
-"""Collectives of equal parts, by which plans gather and scatter between GPUs (``soap.runtime.comm.even_parts``): NCCL alone, in plans."""
+"""Collectives of equal parts, by which plans gather and scatter between GPUs (``soap.runtime.comm.packing``): NCCL alone, in plans."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.gpu.ranks import run_all
-from soap.runtime.comm.even_parts import all_gather_parts, reduce_scatter_parts
+from soap.runtime.comm.parcels import all_gather_parts, reduce_scatter_parts
 from soap.runtime.comm.redistribute import Communicator
 
 TYPES = (torch.float32, torch.bfloat16)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from soap.api.ahead import compiling
 from soap.api.deciding import draws_for
 from soap.api.models import Cluster, Model, topology_of
 from soap.api.outcome import SearchOutcome
@@ -92,26 +91,25 @@ def _searched(
         if name not in (RANDOM, DYNAMIC):
             check_start(name)
             warn_without_effect(name, simulator.topology)
-    from soap.simulator.incremental import IncrementalSimulator  # importing numba takes a second: do it for searches only
+    from soap.simulator.incremental import IncrementalSimulator
 
     draws = _compared_by(simulator, options)
     evaluator = IncrementalSimulator(simulator, draws)
     if progress and not evaluator.begins_at_once():
         announce_compiling()
-    with compiling():
-        result = search_graph(
-            simulator.graph,
-            simulator.topology,
-            evaluator,
-            options,
-            progress=progress,
-            improved=improved,
-            stopped=stopped,
-            further_starts=_dynamic_start(simulator, options.starts),
-            polish_up_to=MAX_POLISHED if polish else 0,
-            limit=limit,
-            share=SEARCH_SHARE,
-        )
+    result = search_graph(
+        simulator.graph,
+        simulator.topology,
+        evaluator,
+        options,
+        progress=progress,
+        improved=improved,
+        stopped=stopped,
+        further_starts=_dynamic_start(simulator, options.starts),
+        polish_up_to=MAX_POLISHED if polish else 0,
+        limit=limit,
+        share=SEARCH_SHARE,
+    )
     pins, forbidden = pairs_of(options.pins), pairs_of(options.forbidden)
     confidence = _usual_confidence(simulator.topology) if options.confidence is None else options.confidence
     return SearchOutcome(simulator, result, pins=pins, forbidden=forbidden, confidence=confidence, compared_by=draws)

@@ -27,23 +27,24 @@ from soap.search.recomputing import recompute_to_fit
 from soap.search.to_fit import LEAST_OF_ESTIMATE, Budgeted, Judge, hardly_fits
 from soap.simulator.costs import CostSource
 from soap.simulator.folded import FoldedSimulation
+from soap.simulator.memory.certain import certainly_lacks
 from soap.simulator.memory.hosts import lacking_on_hosts
 from soap.simulator.memory.peaks import overflow_bytes
 from soap.simulator.simulate import Simulator, is_large, tile_count
 from soap.strategy.config import Strategy
 from soap.strategy.named import (
-    ADDED,
     DATA_PARALLEL,
     JOIN,
     KEEPING,
-    MOST_SAVING,
+    OFFLOAD,
     RECOMPUTE,
-    SAVING_MOST_FOR_LITTLE,
-    SHARING,
+    SELECTIVE,
+    base_of,
     named,
     on_top,
     saving_names,
 )
+from soap.strategy.recomputation import RECOMPUTED, run_levels
 from soap.strategy.without_effect import warn_without_effect
 from soap.time_limit import TimeIsUp
 
@@ -56,14 +57,12 @@ SECONDS = 9.0
 answer."""
 TILE_SECONDS = 3e-4
 """What it takes to play a tile in full, at least: 0.3 to 0.5 ms of a core where two copies do not do (Intel Xeon, 2026-11-27)."""
-MUCH = 2
-"""If the asked strategy needs this many times what a device has, ways that save most are looked at first, as time may not do for all."""
 MOST_OF_ESTIMATE = 0.9
 """Ways whose estimate is further below the limit do not have to save more."""
 TO_FIT = 0.6
 """When more than this share of the time is over, it is not found out how little has to be recomputed for a way to fit."""
-LATE = (MOST_SAVING, SAVING_MOST_FOR_LITTLE, "fsdp")
-"""What is played where half of the time is over before ways are weighed, as far as time is left."""
+BY_SAVINGS = ("fsdp", "hsdp", "zero1")
+"""Ways to share parameters, those first that save most."""
 THIS = "this strategy"
 """Name of a strategy that was given without one."""
 
@@ -129,9 +128,9 @@ def fits(
     """Say whether a strategy fits into the devices' memory, and if not, the fastest ways that do.
 
     ``optimizer_states``, ``costs``, ``memory_budget``: as for ``simulate``. ``training``: as for ``SearchOptions``. ``seconds``: no way is
-    begun that is not expected to be over after so many seconds of a core, except the first, if any are left. ``smaller``: makes the model
-    for fewer samples; by default models of the zoo are made anew, and others not. SoapError in one line if the arguments do not fit
-    together."""
+    begun that is not expected to be over after so many seconds of a core, except the one that saves most (sharded and recomputed, and if
+    nothing fits, the same in micro-batches). ``smaller``: makes the model for fewer samples; by default models of the zoo are made anew,
+    and others not. SoapError in one line if the arguments do not fit together."""
     begin_s, topology = time.process_time(), with_memory_budget(topology_of(cluster), memory_budget)
     simulator = simulator_for(model, topology, optimizer_states=optimizer_states, costs=costs, training=training)
     graph = simulator.graph
@@ -173,9 +172,9 @@ class _Candidate(NamedTuple):
 
 
 class _Ways:
-    """Looks for ways that fit. Where the compiled simulator is there, it says how long each way takes, which can't fit, and which may by
-    an estimate; what saves most, then the fastest that may fit, then the others are played in full, until enough of them fit. Else all are
-    played, as long as there is time."""
+    """Looks for ways that fit, those first that save most. Where the compiled simulator is there, it says how long each way takes, which
+    can't fit, and which may by an estimate; what saves most, then the fastest that may fit, then the others are played in full, until
+    enough of them fit. Else all are played, as long as there is time."""
 
     def __init__(self, simulator: Simulator, asked: Way, begin_s: float, seconds: float, smaller: Smaller | None) -> None:
         self._simulator, self._asked, self._smaller = simulator, asked, smaller
@@ -186,6 +185,8 @@ class _Ways:
         self._evaluator: IncrementalSimulator | None = None
         self._ratios: dict[str, list[float]] = defaultdict(list)  # by ``_family``, exact peaks by their estimates
         self._late = False
+        names, again = saving_names(simulator.topology), bool(run_levels(simulator.graph, RECOMPUTED))  # else these change nothing
+        self._names = sorted((own for own in names if again or {RECOMPUTE, SELECTIVE}.isdisjoint(own.split(JOIN))), key=_by_savings)
 
     def found(self) -> Fit:
         """What was asked about, and the ways."""
@@ -206,7 +207,7 @@ class _Ways:
         while left and not self._enough(played, left):
             own = min(left, key=self._rank)
             left.remove(own)
-            if self._spent(1) or (played and self._spent(1, self._expected_s(own.strategy))):  # what to expect takes long to find
+            if played and (self._spent(1) or self._spent(1, self._expected_s(own.strategy))):  # what to expect takes long to find
                 self._untried.append(own.name)
             else:
                 played.append(self._played(own.name, own.strategy, own.share))
@@ -238,7 +239,7 @@ class _Ways:
         """In which order ways are played: what saves most comes first, as time may be over before anything else fits; then what fits by an
         estimate, corrected by how exact peaks were to estimates so far, the fastest first, and of the others those that lack least."""
         share = 0.0 if own.share is None else own.share * self._ratio(own)
-        return own.name != MOST_SAVING, max(1.0, share), own.cost_ns
+        return own.name != self._names[0], max(1.0, share), own.cost_ns
 
     def _spent(self, share: float, more_s: float = 0.0) -> bool:
         """Whether this share of the time is over, or will be ``more_s`` from now."""
@@ -255,7 +256,7 @@ class _Ways:
         folding = self._simulator.folding(strategy, nearly=True)
         if isinstance(folding, str):
             return False, tile_count(strategy)
-        return True, strategy.microbatches * len(folding.undivided.tiles)
+        return True, tile_count(folding.copies.strategy)
 
     def _candidates(self) -> list[_Candidate]:
         """The ways."""
@@ -265,11 +266,8 @@ class _Ways:
         late = self._late = self._spent(0.5)  # then there is no time to weigh them, and few are played
         self._evaluator = None if late or not IncrementalSimulator.begins_at_once() else IncrementalSimulator(self._simulator)
         known, found = [self._asked.strategy], list[_Candidate]()
-        names = [*saving_names(topology)]
-        if late or self._asked.peak_bytes > MUCH * self._asked.available_bytes:
-            names.sort(key=lambda name: (name != MOST_SAVING, _by_savings(name)))
-        for name in [*LATE, *(name for name in names if name not in LATE)] if late else names:
-            if self._spent(1) or (self._spent(0.5) and found and not (late and name in LATE)):
+        for name in self._names:
+            if found and (len(found) == MOST_WAYS if late else self._spent(0.5)):
                 self._untried.append(name)
                 continue
             strategy = named(name, graph, topology)
@@ -277,7 +275,8 @@ class _Ways:
                 continue
             known.append(strategy)
             self._tried.append(name)
-            found.append(self._looked_at(name, strategy))
+            if not certainly_lacks(graph, topology, strategy):
+                found.append(self._looked_at(name, strategy))
         return found
 
     def _looked_at(self, name: str, strategy: Strategy) -> _Candidate:
@@ -320,22 +319,33 @@ class _Ways:
         return [replace(_way(own, name, made.strategy), budgeted=made, base=base.name)]
 
     def _in_parts(self, played: Sequence[Way]) -> list[Way]:
-        """Ways whose samples go through in several batches, in as few as fit. ``played``: the ways so far."""
-        if self._late or is_large(self._asked.strategy):
-            return []
-        return self._in_smaller_batches() if couples_samples(self._simulator.graph) else self._in_micro_batches(played)
+        """Ways whose samples go through in several batches, in as few as fit. ``played``: the ways so far. If none of these fits, what
+        saves most in the most micro-batches, whatever the time."""
+        coupled, found = couples_samples(self._simulator.graph), list[Way]()
+        if not self._late and not is_large(self._asked.strategy):
+            found = self._in_smaller_batches() if coupled else self._in_micro_batches(played)
+        if not coupled and not any(way.fits for way in (*played, *found)):
+            names = [in_micro_batches(self._names[0], count) for count in counts(self._simulator.graph)]
+            legal = [(name, made) for name in reversed(names) if name not in self._tried and (made := self._legal(name)) is not None]
+            self._tried += [name for name, _ in legal[:1]]
+            found += [self._played(name, strategy, None) for name, strategy in legal[:1]]
+        return found
+
+    def _legal(self, name: str) -> Strategy | None:
+        """The strategy of this name; None if there are more devices than samples in a micro-batch."""
+        try:
+            strategy = named(name, self._simulator.graph, self._simulator.topology)
+            strategy.validate(self._simulator.graph, self._simulator.topology.device_count)
+            return strategy
+        except StrategyError:
+            return None
 
     def _in_micro_batches(self, played: Sequence[Way]) -> list[Way]:
         """Plans with micro-batches, if they may be among the fastest."""
-        own, found = self._simulator, list[Way]()
-        for base, count in ((base, count) for base in BASES for count in counts(own.graph)):
+        found = list[Way]()
+        for base, count in ((base, count) for base in BASES for count in counts(self._simulator.graph)):
             name = in_micro_batches(base, count)
-            if any(way.fits and way.name.startswith(base + JOIN) for way in found):
-                continue
-            try:
-                strategy = named(name, own.graph, own.topology)
-                strategy.validate(own.graph, own.topology.device_count)
-            except StrategyError:  # more devices than samples in a micro-batch
+            if any(way.fits and way.name.startswith(base + JOIN) for way in found) or (strategy := self._legal(name)) is None:
                 continue
             if self._spent(1) or self._spent(1, self._expected_s(strategy)):
                 self._untried.append(name)
@@ -376,10 +386,14 @@ def _family(name: str) -> str:
     return JOIN.join(part for part in name.split(JOIN) if part not in KEEPING) or DATA_PARALLEL
 
 
-def _by_savings(name: str) -> tuple[int, bool]:
-    """Sort key: ways with most on top first, and of these last those that share states alone."""
+def _by_savings(name: str) -> tuple[bool, bool, int, int]:
+    """Sort key: ways that save most first; those that split operators otherwise than data parallelism later, as they move more, and those
+    with something on hosts last, as these update slowly."""
     parts = name.split(JOIN)
-    return -sum(part in ADDED for part in parts), SHARING[0] in parts
+    split = base_of(name)[0] not in (DATA_PARALLEL, RECOMPUTE, *BY_SAVINGS)
+    again = next((place for place, own in enumerate((RECOMPUTE, SELECTIVE)) if own in parts), 2)
+    shared = next((place for place, own in enumerate(BY_SAVINGS) if own in parts), 3)
+    return OFFLOAD in parts, split, again, shared
 
 
 def _way(simulator: Simulator, name: str, strategy: Strategy, micro_batches: int = 1) -> Way:

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from soap.errors import SoapError
-from soap.files import read_text, write_text_atomically
-from soap.measure.machine_cache import cache_folder
+from soap.files import cache_folder, read_text, write_text_atomically
 from soap.model.graph import OperatorGraph
 from soap.model.graph_json import graph_from, graph_values
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from soap.api.ahead import all_on_disk
 from soap.api.deciding import known_spreads_of, range_record, timed
 from soap.api.models import Cluster, Model, graph_of, topology_of
 from soap.api.strategies import classical, simulated_name
@@ -215,7 +214,7 @@ MANY_PLAYED = 2**17
 
 def plays_compiled(tasks: int, times: int) -> bool:
     """Whether to play so many tasks so many times by compiled code: if it is there, or it is worth compiling, which is announced."""
-    from soap.simulator.incremental import IncrementalSimulator  # imports numba
+    from soap.simulator.incremental import IncrementalSimulator
 
     if IncrementalSimulator.begins_at_once():
         return True
@@ -228,9 +227,9 @@ def plays_compiled(tasks: int, times: int) -> bool:
 def quick_evaluator(simulator: Simulator) -> Evaluator:
     """What answers questions for times and memory soonest: the compiled simulator, which gives the same answers, if it is compiled already,
     else ``simulator`` itself."""
-    from soap.simulator.incremental import IncrementalSimulator  # imports numba
+    from soap.simulator.incremental import IncrementalSimulator
 
-    return IncrementalSimulator(simulator) if all_on_disk() else simulator
+    return IncrementalSimulator(simulator) if IncrementalSimulator.begins_at_once() else simulator
 
 
 def announce_compiling() -> None:

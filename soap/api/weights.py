@@ -22,7 +22,7 @@ def open_weights(spec: str | Path, model: TracedModel) -> Weights:
         return Initializer(str(spec), {name: Kind(tuple(own.shape), own.dtype) for name, own in model.parameters.items()})
     path = Path(spec)
     if (path / MANIFEST).is_file() or (path.is_dir() and complete(path)):
-        from soap.runtime.checkpoint.as_weights import CheckpointWeights
+        from soap.runtime.checkpoint.weights import CheckpointWeights
 
         return CheckpointWeights(path)
     return SafetensorsFiles(path)

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from soap import zoo
-from soap.cli.imported import imported
+from soap.cli.named_calls import imported
 from soap.cli.preprocessed import folder_of
 from soap.cli.sampled import Batches, NumberedBatches, chronological, numbered, parts_of, tensors_of
 from soap.errors import SoapError
 from soap.model.regions import Interval
 from soap.plan.samples import Samples
-from soap.runtime.part_batch import PartBatch, taken
+from soap.runtime.inputs import PartBatch, taken
 from soap.tracing.model import TracedModel
 
 SEED_STRIDE = 1_000_003

@@ -17,8 +17,7 @@ from soap.emulation.network import HEADER_BYTES, MTU_BYTES
 from soap.emulation.placement import Placement
 from soap.emulation.support import require_support
 from soap.errors import RuntimeFailure
-from soap.measure.core_speed import core_reference_ns
-from soap.measure.this_machine import cpu_cores
+from soap.measure.this_machine import core_reference_ns, cpu_cores
 from soap.runtime.comm.launched import under_launcher
 from soap.simulator.analysis.timeline import link_bytes
 from soap.simulator.simulate import Simulation

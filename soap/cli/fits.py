@@ -22,6 +22,8 @@ from soap.units import format_bytes
 
 STRATEGY_FILE = "strategy.json"
 SMALLER = "several batches are normalized each by itself, so that training has other numbers than with one batch"
+MOST_SAID = 6
+"""Ways for which there was no time, by name; of the others it is said how many."""
 UNUSED = ("what_if", "sensitivity", "explain", "timeline", "output")
 """Options of ``soap-simulate`` that say something about one strategy alone."""
 
@@ -105,7 +107,8 @@ def text(found: Mapping[str, Any]) -> str:
             f"what would help: {shrinking(most) or 'more devices'}; devices with more memory, or more of them"
         )
     if found["untried"]:
-        sections.append(f"no time was left for {', '.join(found['untried'])}")
+        first, others = found["untried"][:MOST_SAID], len(found["untried"][MOST_SAID:])
+        sections.append(f"no time was left for {', '.join(first)}{f' and {others} others' * (others > 0)}")
     sections.append("soap-search looks for mixtures of these that are faster")
     return "\n\n".join(sections)
 

@@ -23,10 +23,8 @@ from soap.cluster.topology import Topology
 from soap.emulation.hosts import host_limits
 from soap.errors import SoapWarning
 from soap.measure.compression_timing import time_compression
-from soap.measure.core_speed import core_reference_ns
 from soap.measure.neighbours import Neighbours
-from soap.measure.other_load import noticing_others
-from soap.measure.this_machine import cpu_cores
+from soap.measure.this_machine import core_reference_ns, cpu_cores, noticing_others
 from soap.measure.tile_timing import TileTimer, TileTimes
 from soap.measure.timing import Sample
 from soap.measure.upkeep_timing import time_copy, time_runtime, time_update

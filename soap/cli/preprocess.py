@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from soap.cli import reporting
 from soap.cli.command import Parser, UsageError, note, run_command
 from soap.cli.options import add_json, not_negative, positive
 from soap.cli.plain_text import aligned
-from soap.cli.preprocess_steps import Steps
 from soap.errors import INTERRUPTED_EXIT_CODE
 from soap.preprocessing import generate, local
 from soap.preprocessing.engine import Options, Summary
@@ -26,6 +26,49 @@ from soap.preprocessing.result import META
 from soap.preprocessing.spec import PRESETS, load_spec
 from soap.preprocessing.work import STEPS, Done
 from soap.units import format_bytes
+
+
+@dataclass
+class _Step:
+    name: str
+    tasks: int
+    size_bytes: int
+    begin_s: float
+    ends_s: list[float] = field(default_factory=list)
+
+
+class Steps:
+    """Takes down when each step began and each of its tasks ended, in seconds since this was made."""
+
+    def __init__(self) -> None:
+        self._origin_s = time.monotonic()
+        self._steps: list[_Step] = []
+
+    def begin(self, step: str, tasks: int, size_bytes: int) -> None:
+        """A step begins."""
+        self._steps.append(_Step(step, tasks, size_bytes, self._now_s()))
+
+    def seen(self) -> None:
+        """A task of the step has ended."""
+        self._steps[-1].ends_s.append(self._now_s())
+
+    def documents(self) -> list[dict[str, Any]]:
+        """Plain values, step by step: ``name``, ``tasks``, ``bytes`` of input, ``begin_s``, ``ends_s``, ``seconds``."""
+        return [
+            {
+                "name": step.name,
+                "tasks": step.tasks,
+                "bytes": step.size_bytes,
+                "begin_s": step.begin_s,
+                "ends_s": list(step.ends_s),
+                "seconds": (step.ends_s[-1] if step.ends_s else step.begin_s) - step.begin_s,
+            }
+            for step in self._steps
+        ]
+
+    def _now_s(self) -> float:
+        return time.monotonic() - self._origin_s
+
 
 PROG = "soap-preprocess"
 DEFAULT_ROWS = 100_000

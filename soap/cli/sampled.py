@@ -11,7 +11,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from soap.errors import SoapError
 from soap.plan.samples import Samples, joined
-from soap.runtime.part_batch import Given, PartBatch, taken
+from soap.runtime.inputs import Given, PartBatch, taken
 
 if TYPE_CHECKING:
     from soap.data import Preprocessed

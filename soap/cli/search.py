@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import partial
 
 from soap import api, outputs
-from soap.api import ahead
 from soap.cli import at_hand, clusters, explain, plan_summary, reporting, rows, search_report, served_search, spare_plans, two_plans
 from soap.cli.clusters import Candidate
 from soap.cli.command import Parser, UsageError, check_outputs, note, one_line, run_command
@@ -136,8 +135,6 @@ def _search(args: argparse.Namespace, stopping: Stopping) -> int:
     wish = at_hand.wish(topology, args.profile, args.verify, args.costs)
     if wish.problem:
         note(PROG, wish.problem)
-    if not wish.profile_s:
-        ahead.begin()
     graph = rows.load_graph(args, topology)
     updating = Updating(tuple(args.optimizer or ("adam",)))
     options = search_options(args, updating, graph)  # refuse impossible options before anything is measured
@@ -186,7 +183,6 @@ def _search_several(args: argparse.Namespace, stopping: Stopping) -> int:
     if any(family(spec) for spec in args.cluster):
         note(PROG, "several clusters are compared by predictions: nothing is measured or run")
     args.confidence = args.confidence or 0.0  # so that this machine is compared like the others
-    ahead.begin()
     kinds = {has_gpus(one): one for one in topologies.values()}  # autocast has another list of casts for GPUs
     models = {gpus: rows.load_graph(args, one) for gpus, one in kinds.items()}
     updating = Updating(tuple(args.optimizer or ("adam",)))

@@ -15,7 +15,7 @@ from typing import Any
 
 from soap.errors import TopologyError
 
-MAX_FAMILY_DEVICES = 2048
+MAX_FAMILY_DEVICES = 16384
 """Larger clusters are described in a file; a name with so many is taken for a typing error."""
 
 _SIZE = re.compile(r"(?:([1-9][0-9]{0,8})x)?([1-9][0-9]{0,8})", re.ASCII)

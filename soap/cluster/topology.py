@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from soap.cluster.alike_hosts import AlikeHosts
+
 DeviceKind = Literal["cpu", "cuda"]
 DEVICE_KINDS: tuple[DeviceKind, ...] = ("cpu", "cuda")
 
@@ -46,7 +48,6 @@ MEASURED = "measured"
 """``source`` of a device type begins with this word if its rates were measured."""
 QUICKLY_MEASURED = "quickly measured"
 """A topology's ``links_source`` begins so if only a few seconds were taken for it."""
-
 
 @dataclass(frozen=True, slots=True)
 class DeviceType:
@@ -265,13 +266,16 @@ class Topology:
 
     def route(self, source: int, target: int) -> tuple[int, ...]:
         """Link numbers from device ``source`` to device ``target``, in order; () if they are the same."""
-        path = self._router.path(self.devices[source].name, self.devices[target].name)
+        path = self._alike_hosts.route(source, target) if self._alike_hosts else None
+        path = path or self._router.path(self.devices[source].name, self.devices[target].name)
         assert path is not None  # every device reaches every other
         return path
 
-    def routes(self, sources: Sequence[int], targets: Sequence[int]) -> NDArray[np.int64]:
+    def routes(self, sources: Sequence[int] | NDArray[np.int64], targets: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
         """Routes of many pairs at once: [pair, place], padded with -1."""
-        names = self._names
+        if self._alike_hosts and (found := self._alike_hosts.routes(sources, targets)) is not None:
+            return found
+        names = [device.name for device in self.devices]
         return self._router.paths([names[source] for source in sources], [names[target] for target in targets])
 
     @property
@@ -301,7 +305,6 @@ class Topology:
     def graph(self) -> nx.DiGraph[str]:
         """The network for graph algorithms and pictures: nodes with attribute ``device`` (number or None), edges with ``link`` (number)."""
         import networkx as nx  # imported here because it is slow to import, and planning does not need it
-
         graph: nx.DiGraph[str] = nx.DiGraph(name=self.name)
         graph.add_nodes_from((device.name, {"device": device.index}) for device in self.devices)
         graph.add_nodes_from((switch, {"device": None}) for switch in self.switches)
@@ -353,17 +356,18 @@ class Topology:
     def link_figures(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """(effective bandwidths in bytes per second, latencies in seconds) of all links."""
         import numpy as np  # imported here because it is slow to import, and reading a cluster does not need it
-
         bandwidths = np.array(self.effective_bandwidths, np.float64)
         return bandwidths, np.array([link.latency_seconds for link in self.links], np.float64)
 
     @cached_property
-    def _names(self) -> list[str]:
-        return [device.name for device in self.devices]
-
-    @cached_property
     def _router(self) -> Router:
         return Router(self.links)
+
+    @cached_property
+    def _alike_hosts(self) -> AlikeHosts | None:
+        from soap.cluster.alike_hosts import AlikeHosts  # numpy
+
+        return None if self.is_tree else AlikeHosts.find(self.devices, self.links)
 
     def _check_indices(self) -> None:
         for position, device in enumerate(self.devices):

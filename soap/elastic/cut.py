@@ -13,14 +13,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
 
 import torch
 
 from soap.elastic import arithmetic
 from soap.elastic.faults import ElasticError
 from soap.elastic.lookups import Lookups
-from soap.tracing.calls import BufferRef, Call, Program, Ref, argument, is_random, on_whole, substitute, walk
+from soap.tracing.calls import BufferRef, Call, Program, Ref, argument, is_random, needed, results_of, walk
 from soap.tracing.execute import ExecutableModel
 from soap.tracing.model import TileContext
 from soap.tracing.rules.bags import MEAN, MODES, SUM
@@ -90,8 +89,7 @@ class Cut:
         values: dict[str, torch.Tensor] = {**self._constants, **dict(zip(self.input_names, inputs, strict=True))}
         with torch.no_grad():
             for call in self._front:
-                results = on_whole(call, *_filled(call, values))
-                values.update(zip(call.outputs, results if isinstance(results, (tuple, list)) else [results], strict=False))
+                values.update(zip(call.outputs, results_of(call, values), strict=False))
             return {table: _joined([_lookups(use, values) for use in uses]) for table, uses in self._uses.items()}
 
     def gradients(
@@ -204,29 +202,11 @@ def _divide(program: Program, uses: Sequence[_Use]) -> tuple[list[Call], Program
     """The calls that say which rows are meant, and the program without the look-ups, whose further inputs are their results."""
     cut = {use.call.name for use in uses}
     wanted = {name for use in uses for name in use.call.operands[1:]}
-    front = []
-    for call in reversed(program.calls):
-        if not wanted.isdisjoint(call.outputs):
-            wanted.update(call.operands)
-            front.append(call)
-    calls, wanted = [], {program.loss}
-    for call in reversed(program.calls):
-        if call.name not in cut and not wanted.isdisjoint(call.outputs):
-            wanted.update(call.operands)
-            calls.append(call)
+    calls = needed([call for call in program.calls if call.name not in cut], {program.loss})
     tables = {use.table for use in uses}
     parameters = {value: name for value, name in program.parameters.items() if name not in tables}
     inputs = [*program.inputs, *(use.call.outputs[0] for use in uses)]
-    return front[::-1], replace(program, calls=calls[::-1], inputs=inputs, parameters=parameters)
-
-
-def _filled(call: Call, values: Mapping[str, torch.Tensor]) -> tuple[list[Any], dict[str, Any]]:
-    """A call's arguments with tensors in place of their names."""
-
-    def change(leaf: Any) -> Any:
-        return values[leaf.name] if isinstance(leaf, Ref) else leaf
-
-    return substitute(list(call.args), change), substitute(dict(call.kwargs), change)
+    return needed(program.calls, wanted), replace(program, calls=calls, inputs=inputs, parameters=parameters)
 
 
 def _lookups(use: _Use, values: Mapping[str, torch.Tensor]) -> Lookups:

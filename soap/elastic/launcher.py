@@ -2,7 +2,7 @@
 
 The launcher gives each idle worker a lease by a call of its actor, and the call's return is the acknowledgement: all owners have counted
 the lease by then. If a worker is lost, Ray fails the call and starts the worker again on the same machine, and its lease is dealt again;
-if the machine is gone for good, the worker is created on another (``crew``). If a server is lost, Ray starts it again, it recovers from
+if the machine is gone for good, the worker is created on another (``Crew``). If a server is lost, Ray starts it again, it recovers from
 its folder, and workers ask it again. If the launcher is, the same call goes on from the folder.
 """
 
@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import re
 import secrets
+import socket
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -22,21 +23,101 @@ from torch import Tensor
 
 from soap.elastic import notes
 from soap.elastic.clocks import ASYNC, SYNC, Clocks
-from soap.elastic.crew import Crew
 from soap.elastic.cut import Cut
 from soap.elastic.faults import ElasticError
 from soap.elastic.layout import Layout, lay_out, lay_out_planned
 from soap.elastic.leases import Dealer, Finished, Lease
 from soap.elastic.owners import Owners, whole
-from soap.elastic.places import held_on, hosts, is_lost, node
+from soap.elastic.places import alive, held_on, hosts, is_lost, node
 from soap.elastic.plan import TableCut
-from soap.elastic.pulse import Pulse
 from soap.elastic.server_actor import Keeping, Server
 from soap.elastic.session import module
 from soap.elastic.steps import Steps
 from soap.elastic.transport import PeerLost
-from soap.elastic.worker import Batches, Report, Source
+from soap.elastic.worker import Batches, Report, Source, Worker
 from soap.errors import SoapError, SoapWarning, first_line
+
+REACH_S = 1.0
+SILENT_S = 30.0
+"""A head that refuses nobody, but does not answer for so long, is gone: Ray waits twice as long."""
+
+
+class Pulse:
+    """``address``: the head's, HOST:PORT. ``gone``: whether it was found to be."""
+
+    def __init__(self, address: str) -> None:
+        self.address, self.gone = address, False
+        self._heard_s = time.monotonic()
+
+    def check(self) -> None:
+        """ElasticError in one line if nobody listens at the address, or nobody has answered there for ``SILENT_S``."""
+        host, _, port = self.address.rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), REACH_S).close()
+        except ConnectionRefusedError:
+            self.gone = True
+        except OSError:
+            self.gone = time.monotonic() > self._heard_s + SILENT_S
+        else:
+            self._heard_s = time.monotonic()
+        if self.gone:
+            raise ElasticError(f"Ray's head at {self.address} is gone; start it again: the same call then goes on from what is done")
+
+
+RESTARTS = 20
+"""Ray starts a worker again so often at most on one machine: one that ends at once, for want of memory, would be started for ever."""
+
+
+class Crew:
+    """``actors``: by worker. ``machines``: the address of each worker's machine. Both as they are now; empty before ``start``."""
+
+    def __init__(self, ray: Any) -> None:
+        self._ray = ray
+        self.actors: list[Any] = []
+        self.machines: list[str] = []
+        self._names: list[str] = []
+        self._arguments: tuple[Any, ...] = ()
+
+    def start(self, machines: Sequence[str], *arguments: Any) -> None:
+        """A worker on each of these machines, with these arguments. They are held: workers that start again read them again."""
+        self.machines, self._arguments = [*machines], arguments
+        self._names = [node(self._ray, address) for address in machines]
+        self.actors = [self._create(name) for name in self._names]
+
+    def arrival(self, worker: int) -> Any:
+        """A reference that is there when the worker is. Its error says that Ray has given the worker up."""
+        return self.actors[worker].process.options(max_task_retries=-1).remote()
+
+    def replace(self, worker: int) -> bool:
+        """Create a worker anew that Ray has given up, if its machine is why: on that one if it has come back, else on another. False if the
+        machine has been there all the time: the worker would only be lost again."""
+        there = alive(self._ray)
+        if self._names[worker] in there.values():
+            return False
+        if self.machines[worker] not in there:
+            self.machines[worker] = self._least_used(there)
+        with suppress(self._ray.exceptions.RayError):
+            self._ray.kill(self.actors[worker])  # it may live, out of reach
+        self._names[worker] = there[self.machines[worker]]
+        self.actors[worker] = self._create(self._names[worker])
+        return True
+
+    def close(self) -> None:
+        """End all."""
+        for actor in self.actors:
+            with suppress(self._ray.exceptions.RayError):
+                self._ray.kill(actor)
+        self.actors, self._arguments = [], ()
+
+    def _create(self, name: str) -> Any:
+        actor = self._ray.remote(num_cpus=0, max_restarts=RESTARTS, scheduling_strategy=held_on(name))(Worker)
+        return actor.remote(*self._arguments)
+
+    def _least_used(self, there: Iterable[str]) -> str:
+        """The machine with the fewest workers."""
+        used = Counter(self.machines)
+        return min(there, key=lambda address: used[address])
+
 
 TICK_S = 0.5
 NOTE_S = 2.0

@@ -1,23 +1,125 @@
-"""A cluster of emulated hosts that exists within a context and is removed afterwards, however the context ends."""
+"""A cluster of emulated hosts that exists within a context and is removed afterwards, however the context ends.
+
+A launcher holds a lock on its emulation's file for as long as it lives, however it ends. Whatever bears the number of an emulation that
+nobody holds was left by a launcher that was killed.
+"""
 
 from __future__ import annotations
 
+import fcntl
+import math
+import os
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from soap.emulation import network, quota
-from soap.emulation.cores import computing_and_communicating, cores_by_rank, usable_cores
 from soap.emulation.hosts import HostLimits
-from soap.emulation.leftovers import remove, remove_leftovers, reserved
-from soap.emulation.names import box_address, host_name
+from soap.emulation.names import INTERFACES, NAMESPACES, NUMBERS, box_address, host_name, names_in, number_of
 from soap.emulation.placement import Placement
+from soap.emulation.quota import CpuGroups
 from soap.emulation.support import require_support
-from soap.errors import StoppedBySignal
+from soap.errors import RuntimeFailure, SoapWarning, StoppedBySignal
+
+LOCKS = Path("/run/soap-emulation")
+
+
+@contextmanager
+def reserved(is_free: Callable[[int], bool]) -> Iterator[int]:
+    """The lowest number that nobody uses and that ``is_free`` accepts; reserved within this context."""
+    for number in NUMBERS:
+        with _held(number) as held:
+            if held and is_free(number):
+                yield number
+                return
+    raise RuntimeFailure(f"--emulate: all {len(NUMBERS)} numbers of emulations are in use; wait until one of them has ended")
+
+
+def remove_leftovers(groups: CpuGroups) -> list[int]:
+    """Remove what emulations left whose launcher was killed; returns their numbers. Living emulations are not touched."""
+    named = (*names_in(NAMESPACES), *names_in(INTERFACES), *quota.known_numbers(groups), *names_in(LOCKS))
+    removed = []
+    for number in sorted({number for name in named if (number := number_of(name)) is not None}):
+        with _held(number) as held:
+            if held:
+                remove(groups, number)
+                removed.append(number)
+    return removed
+
+
+def remove(groups: CpuGroups, number: int) -> None:
+    """End the processes of an emulation, and remove everything that it has made. Warns of what cannot be removed."""
+    left = quota.remove(groups, number) + network.remove(number)
+    if left:
+        text = f"--emulate: could not remove {', '.join(left)}; the next start tries again"
+        warnings.warn(text, SoapWarning, stacklevel=2)
+
+
+@contextmanager
+def _held(number: int) -> Iterator[bool]:
+    """Whether this process now holds the emulation's lock. At the end the lock is released and its file removed."""
+    LOCKS.mkdir(mode=0o755, parents=True, exist_ok=True)
+    path = LOCKS / f"soap-emulation-{number}"
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)  # children must not inherit it: they may live longer
+    held = False
+    try:
+        held = _lock(descriptor, path)
+        yield held
+    finally:
+        if held:
+            path.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, path: Path) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    try:  # the last holder may have removed the file meanwhile: then others lock another one
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+BUSIEST = 0.5
+"""Share up to which emulated devices may fill a core so that threads that communicate get other cores."""
+
+
+def usable_cores() -> tuple[int, ...]:
+    """Numbers of the cores that this process may use."""
+    return tuple(sorted(os.sched_getaffinity(0)))
+
+
+def computing_and_communicating(shares: Sequence[float], cores: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """On which of these cores the devices compute, given their shares of a core, and on which other ones, at most as many, their
+    threads communicate. There are none for communication if none can be spared, or if a device has more than a core.
+
+    Other devices' messages displace a computation and cool its caches, so steps of one plan take different times. If computation leaves
+    a core free (with a small ``--emulate-scale``), communication has all of it.
+    """
+    needed = len(cores) if max(shares) > 1 else math.ceil(sum(shares) / BUSIEST)
+    return tuple(cores[:needed]), tuple(cores[needed : 2 * needed])
+
+
+def cores_by_rank(ranks: int, cores: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Each rank's cores: the same number of its own for all, or the same number of ranks on each; any core for all ranks otherwise.
+
+    The kernel balances by moving processes, late: of four ranks with not quite half a core each, three would often be on one of two
+    cores.
+    """
+    if len(cores) % ranks == 0:
+        each = len(cores) // ranks
+        return tuple(tuple(cores[rank * each : (rank + 1) * each]) for rank in range(ranks))
+    if ranks % len(cores) == 0:
+        return tuple((cores[rank % len(cores)],) for rank in range(ranks))
+    return (tuple(cores),) * ranks
 
 
 @dataclass(frozen=True, slots=True)

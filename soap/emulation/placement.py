@@ -1,22 +1,106 @@
-"""What a rank does to be on its host, and what its host's network card has counted."""
+"""What a rank does to be on its host, and what its host's network card has counted.
+
+A device of an emulated cluster computes at an even rate. A CPU quota alone does not give that: a process that has waited may use a
+whole period's time at once, and one that has used it up stands still, messages or not. So a process keeps a clock of its own, at which
+its device is free. Its thread's processor time (even, if ``reference_work`` makes it so), divided by the share, is added to the clock.
+Before the process communicates, which is when others can notice, it sleeps until then. Waiting for others adds nothing: a device that
+waits computes nothing. What a device has waited for is there as soon as it has come, even if another device's process has the core at
+that moment: a device's core is its own.
+
+Without ``set_share`` all of this does nothing.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from soap.emulation import reference_work, virtual_clock
+from soap.emulation import reference_work
 from soap.emulation.names import INTERFACE, NAMESPACES
 from soap.emulation.quota import join, move_thread, own_group
 from soap.emulation.support import require_support
 from soap.errors import RuntimeFailure
+from soap.runtime.system import clock
+from soap.runtime.system.clock import Clock
 from soap.runtime.system.gloo_threads import GLOO_WORKERS, THREADS, be_prompt, thread_name
 from soap.runtime.system.parent import die_with_parent
+
+LEAST_SLEEP_NS = 50_000
+"""Shorter sleeps are not made at once, but together with later ones."""
+
+
+class VirtualClock(Clock):
+    """``share``: cores that the device has, at most 1."""
+
+    def __init__(self, share: float) -> None:
+        self.share = share
+        self._busy_ns = self._used_ns = self._free_ns = self._queued_ns = 0
+        self._statistics = _open_statistics()
+        self.go_on()
+
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        if self._statistics is not None:
+            close(self._statistics)  # when the program ends, ``os`` may be gone before
+
+    def catch_up(self) -> None:
+        """Return when the device would have come so far."""
+        late_ns = self.now_ns() - time.perf_counter_ns()
+        if late_ns >= LEAST_SLEEP_NS:
+            time.sleep(late_ns / 1e9)
+        self._queued_ns = self._queued()
+
+    def now_ns(self) -> int:
+        """See ``Clock``."""
+        used = reference_work.thread_time_ns()
+        computed_ns = int((used - self._used_ns) / self.share)
+        self._used_ns = used
+        self._busy_ns += computed_ns
+        self._free_ns += computed_ns
+        return self._free_ns
+
+    def busy_ns(self) -> int:
+        """How long the device has computed."""
+        self.catch_up()
+        return self._busy_ns
+
+    def resume(self) -> None:
+        """What the device has waited for has come. It goes on now, or when it has finished what it had begun."""
+        self._used_ns = reference_work.thread_time_ns()
+        queued_ns = self._queued()
+        self._free_ns = max(self._free_ns, time.perf_counter_ns() - (queued_ns - self._queued_ns))
+        self._queued_ns = queued_ns
+
+    def go_on(self) -> None:
+        """The device is free from now on."""
+        self._used_ns, self._free_ns = reference_work.thread_time_ns(), time.perf_counter_ns()
+        self._queued_ns = self._queued()
+
+    def not_before(self, free_ns: int) -> None:
+        """The device was not free before this time, on the clock ``time.perf_counter_ns``: it computed for another thread."""
+        self._free_ns = max(self._free_ns, free_ns)
+
+    def _queued(self) -> int:
+        """For how long the thread could have run so far, but others had the cores; 0 if the kernel does not tell."""
+        return 0 if self._statistics is None else int(os.pread(self._statistics, 100, 0).split()[1])
+
+
+def _open_statistics() -> int | None:
+    """Figures of the calling thread: run time, time in the queue, and how often it was queued, in ns."""
+    with suppress(OSError):
+        return os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+    return None
+
+
+def set_share(share: float | None) -> None:
+    """From now on the calling thread is such a device; None: no longer."""
+    clock.install(None if share is None else VirtualClock(share))
+
 
 CLONE_NEWNET = 0x40000000
 FREE_GROUP = "SOAP_EMULATED_FREE_GROUP"
@@ -73,7 +157,7 @@ class Placement:
 
 
 def run_evenly() -> None:
-    """From now on the calling thread computes at its device's even rate (``virtual_clock``), and this process's other threads, which
+    """From now on the calling thread computes at its device's even rate (``VirtualClock``), and this process's other threads, which
     communicate, get all the time that they need.
 
     A device computes and communicates at the same time, as the simulator has it, and evenly. Under a quota both would stop together as
@@ -103,7 +187,7 @@ def run_evenly() -> None:
                     be_prompt(thread)
     if os.environ.get(REFERENCE):
         reference_work.start(float(os.environ[REFERENCE]))
-    virtual_clock.set_share(share)
+    set_share(share)
 
 
 def communication_cores() -> set[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
@@ -10,18 +9,15 @@ from math import prod
 
 from soap.exported_plans.configuration import Configuration
 from soap.model.graph import OperatorGraph
+from soap.model.layers import layer_of, layers_of
 from soap.strategy.megatron import operator_work
-
-_LAYER = re.compile(r"(?P<prefix>(?:[^.]+\.)*?)(?P<number>\d+)(?:\.|$)")
 
 
 class Layers:
     """``names``: of the layers, such as ``blocks.0``, in the order of the graph. ``of``: by operator, its layer; None if it is in none."""
 
     def __init__(self, graph: OperatorGraph) -> None:
-        found = [_layer(op.name) for op in graph.operators]
-        repeated = {prefix for prefix, count in Counter(prefix for prefix, _ in set(filter(None, found))).items() if count > 1}
-        own = [None if one is None or one[0] not in repeated else f"{one[0]}{one[1]}" for one in found]
+        own = layers_of(graph)
         self.names: tuple[str, ...] = tuple(dict.fromkeys(name for name in own if name is not None))
         place = {name: number for number, name in enumerate(self.names)}
         self.of: tuple[int | None, ...] = tuple(None if name is None else place[name] for name in own)
@@ -82,7 +78,7 @@ class Layers:
 
     def _module_of(self, parameter: str) -> str:
         """The layer that a parameter is in, or else the module that has it."""
-        own = _layer(parameter)
+        own = layer_of(parameter)
         layer = "" if own is None else f"{own[0]}{own[1]}"
         return layer if layer in self.names else parameter.rpartition(".")[0]
 
@@ -126,8 +122,3 @@ class Layers:
 def _most(shares: Counter[int]) -> int:
     """The chunk with most work, the first of several."""
     return max(shares, key=lambda chunk: (shares[chunk], -chunk))
-
-
-def _layer(name: str) -> tuple[str, int] | None:
-    found = _LAYER.match(name)
-    return None if found is None else (found["prefix"], int(found["number"]))

@@ -9,7 +9,7 @@ from time import perf_counter_ns
 
 import torch
 
-from soap.runtime.part_batch import Given, mapped
+from soap.runtime.inputs import Given, mapped
 from soap.runtime.system import clock
 from soap.runtime.trainer import Trainer
 

@@ -26,7 +26,7 @@ LEAST_CPU_SECONDS = 1e-9
 class Operation(StrEnum):
     """``message``: from the first device to the second. ``exchange``: both ways at once. ``all_to_all``: from each to each.
     ``step_message``, ``step_sum`` and ``step_exchange``: bytes from one tile to the next, summed behind each tile, or from each to
-    each, as a training step has them (``soap.measure.step_timing``). ``step_restart``, ``step_wait``: how much longer a tile that reads so
+    each, as a training step has them (``soap.measure.link_timing``). ``step_restart``, ``step_wait``: how much longer a tile that reads so
     many bytes takes behind a sum of all devices, and behind a message of one other."""
 
     MESSAGE = "message"

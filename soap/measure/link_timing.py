@@ -4,23 +4,291 @@ Collectives are timed as they come in training: behind a computation, when cache
 time for which each rank waits for the last one is included, since in a simulation equal tiles end at the same time. (A small sum over
 four emulated hosts takes 2 ms in a tight loop, and 3 ms so.) Messages and exchanges are timed in a loop: the simulation itself knows
 who is late for them.
+
+Chains time messages as they come in a step; by itself a message is quicker. Within a step a tile ends before it and another begins behind
+it, each in a segment of its own. And a processor that has waited computes more slowly at first: how much longer a tile takes behind a sum
+is its *cold penalty*. (Between emulated hosts a sum delays a step by 1.3 ms, and by 2.2 where tiles of 2.3 ms are behind it, but takes 0.6
+in a loop.)
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from statistics import median
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
+from soap.cluster.presets import local_topology
 from soap.cluster.topology import DeviceKind
-from soap.measure.link_probes import IN_STEPS, MOST_TIMES, LinkTiming, Operation, Probe
-from soap.measure.step_timing import TURNS, measure_in_steps
+from soap.measure.link_probes import (
+    BLOCK_BYTES,
+    CHANNELS,
+    COLD_PENALTIES,
+    IN_STEPS,
+    LAYERS,
+    MOST_TIMES,
+    ROWS,
+    SAMPLES,
+    SIDE,
+    STEP_BYTES,
+    WIDTH,
+    WINDOW,
+    LinkTiming,
+    Operation,
+    Probe,
+)
+from soap.measure.upkeep_timing import TileChain
+from soap.model.graph import WHOLE, DimMap, Factor, FactorKind, Operand, OperatorGraph
+from soap.plan.tiling import Tile
 from soap.runtime.comm import signs
 from soap.runtime.comm.redistribute import Communicator
 from soap.runtime.comm.world import close_world, open_world
 from soap.runtime.system import clock
+from soap.runtime.trainer import Trainer
+from soap.strategy.config import OpConfig, Strategy
+from soap.tracing.model import TileContext
+
+
+class _Block(NamedTuple):
+    """Operands of one part of a tile's work. Several kinds of calls are mixed: with a single kind the processor would still have the
+    code at hand after a wait."""
+
+    weights: list[torch.Tensor]
+    image: torch.Tensor
+    kernel: torch.Tensor
+
+    @classmethod
+    def drawn(cls) -> _Block:
+        weights = [torch.randn(WIDTH, WIDTH) for _ in range(LAYERS)]
+        return cls(weights, torch.randn(SAMPLES, CHANNELS, SIDE, SIDE), torch.randn(CHANNELS, CHANNELS, WINDOW, WINDOW))
+
+
+class _Work(torch.autograd.Function):
+    """Hands on its input, and computes something else meanwhile, forward and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, blocks: Sequence[_Block]) -> torch.Tensor:
+        ctx.blocks = blocks
+        _compute(blocks)
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        _compute(ctx.blocks)
+        return gradients[0], None
+
+
+def _compute(blocks: Sequence[_Block]) -> None:
+    """The work of a tile: products, a convolution, normalisation of its channels, and elementwise functions."""
+    with torch.no_grad():
+        for block in blocks:
+            values = torch.ones(ROWS, WIDTH)
+            for weight in block.weights:
+                values = torch.tanh(values @ weight)
+            image = F.conv2d(block.image, block.kernel, padding=WINDOW // 2)
+            mean, square = (one.mean((0, 2, 3), keepdim=True) for one in (image, image * image))
+            torch.relu((image - mean) * torch.rsqrt(square - mean * mean + 1)) + block.image
+
+
+class StepChain(TileChain):
+    """Operators that read what the one before made, and the one before that, as residual connections and norms do. So a segment begins
+    from several values, of which one comes from another device."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        operators = list(self.graph.operators)
+        for i in range(2, count):
+            earlier = Operand(operators[i - 2].outputs[0].tensor, operators[i].inputs[0].dims)
+            operators[i] = replace(operators[i], inputs=(*operators[i].inputs, earlier))
+        self.graph = replace(self.graph, operators=tuple(operators))
+
+    def handed_on(self, tile: Tile, inputs: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The inputs' sum, or the parameter of the first operator."""
+        return parameters[0] if parameters else inputs[0] if len(inputs) == 1 else inputs[0] + inputs[1]
+
+
+class WorkingChain(StepChain):
+    """``parts``: how many tiles an operator may be split into, whose outputs are summed. The last operator is whole. ``blocks``: amount
+    of work of each tile, none for a tile that only hands on."""
+
+    def __init__(self, count: int, parts: int, blocks: int = 0) -> None:
+        super().__init__(count)
+        *others, last = self.graph.operators
+        parted = Factor("k", parts, FactorKind.REDUCTION, summed=True)
+        operators = [replace(op, factors=(*op.factors, parted)) for op in others]
+        self.graph = replace(self.graph, operators=(*operators, last))
+        self._blocks = [_Block.drawn() for _ in range(blocks)]
+
+    def run_tile(
+        self, tile: Tile, inputs: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], context: TileContext
+    ) -> tuple[torch.Tensor, ...]:
+        """The value that is handed on, after the work is done."""
+        return (_Work.apply(self.handed_on(tile, inputs, parameters), self._blocks),)  # type: ignore[no-untyped-call]
+
+
+class WideChain(StepChain):
+    """A graph of these operators. What is handed on has a shape, and ``dims``; the last operator adds up. ``factors``: of all
+    operators, None for their own. For an exchange, operators are split by one of two factors in turns. ``blocks``: as in
+    ``WorkingChain``; the last operator does no work."""
+
+    def __init__(
+        self,
+        count: int,
+        shape: tuple[int, ...],
+        dims: tuple[DimMap, ...],
+        factors: Sequence[Factor] | None = None,
+        blocks: int = 0,
+    ) -> None:
+        super().__init__(count)
+        self._blocks = [_Block.drawn() for _ in range(blocks)]
+        *others, last = self.graph.operators
+
+        def wide(operands: Sequence[Any]) -> tuple[Any, ...]:
+            return tuple(replace(one, dims=dims) for one in operands)
+
+        chosen = tuple(factors or last.factors)
+        summed = tuple(replace(factor, kind=FactorKind.REDUCTION, summed=True) for factor in chosen)
+        operators = [
+            replace(op, factors=chosen, inputs=wide(op.inputs), parameters=wide(op.parameters), outputs=wide(op.outputs)) for op in others
+        ]
+        ending = replace(last, factors=summed, inputs=wide(last.inputs), outputs=(replace(last.outputs[0], dims=(WHOLE,)),))
+        tensors = {name: one if name == self.graph.loss else replace(one, shape=shape) for name, one in self.graph.tensors.items()}
+        self.graph = OperatorGraph("chain", (*operators, ending), tensors, self.graph.loss)
+        self.parameters = {"w": torch.zeros(shape)}
+        self.example_inputs = [torch.zeros(shape)]
+
+    def run_tile(
+        self, tile: Tile, inputs: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], context: TileContext
+    ) -> tuple[torch.Tensor, ...]:
+        """What is handed on, after the work is done; for the last operator its sum."""
+        made = self.handed_on(tile, inputs, parameters)
+        if tile.operator == len(self.graph.operators) - 1:
+            return (made.sum().reshape(1),)
+        return (_Work.apply(made, self._blocks) if self._blocks else made.clone(),)  # type: ignore[no-untyped-call]
+
+
+def chain_model(operation: Operation, count: int, devices: int, blocks: int = 0, size_bytes: int = STEP_BYTES) -> TileChain:
+    """So many operators that hand on messages, sums or exchanges. ``size_bytes``: of a message, or from each device to each."""
+    depth = max(1, size_bytes // STEP_BYTES)
+    if operation is Operation.STEP_MESSAGE:
+        return WideChain(count, (1, depth), (DimMap(0), WHOLE))
+    if operation is Operation.STEP_WAIT:
+        return WideChain(count, (devices, 1), (DimMap(0), WHOLE), [Factor("devices", devices, FactorKind.ATTRIBUTE)], blocks)
+    if operation is Operation.STEP_EXCHANGE:
+        factors = [Factor(name, devices, FactorKind.ATTRIBUTE) for name in ("rows", "columns")]
+        return WideChain(count, (devices, devices, depth), (DimMap(0), DimMap(1), WHOLE), factors)
+    return WorkingChain(count, devices, blocks)
+
+
+def chain_strategy(model: TileChain, operation: Operation, devices: Sequence[int], *, across: bool) -> Strategy:
+    """All operators on the first device, or spread over the devices: each operator's parts, or one operator after the other."""
+    last, chosen, count = len(model.graph.operators) - 1, {}, len(devices)
+    for number, op in enumerate(model.graph.operators):
+        degrees, place = [1] * len(op.factors), [devices[0]]
+        if across and operation is Operation.STEP_MESSAGE:
+            place = [devices[number % count]]
+        elif across and operation is Operation.STEP_WAIT and number < last:
+            degrees, place = [count], _swapped(devices) if number % 2 else [*devices]
+        elif across and number < last:
+            degrees[number % 2 if operation is Operation.STEP_EXCHANGE else 1], place = count, [*devices]
+        chosen[op.name] = OpConfig(tuple(degrees), tuple(place))
+    return Strategy(chosen)
+
+
+def _swapped(devices: Sequence[int]) -> list[int]:
+    """Devices 0 and 1 in each other's place, 2 and 3, and so on. The last of an odd number stays."""
+    found = [*devices]
+    for first in range(0, len(found) - 1, 2):
+        found[first], found[first + 1] = found[first + 1], found[first]
+    return found
+
+
+CHAINS = (3, 11)
+"""Numbers of tiles of the two chains whose steps are compared."""
+STEPS, WARM_UP_STEPS = 6, 2
+TURNS = 3
+"""How often all chains are run, one after the other, so that a slow phase of the machine does not hit one of them alone. Those with
+tiles that compute take longer, and are run once less."""
+
+Busy = Callable[[], float]
+"""Seconds for which this rank's device has computed so far."""
+
+
+class _PerTile(NamedTuple):
+    """Seconds: of a tile of a chain on one device; how much longer it takes across devices in each step; and how long that keeps a
+    device busy, at one of a message's two ends."""
+
+    alone: float
+    longer: list[float]
+    busier: float
+
+
+def measure_in_steps(comm: Communicator, probe: Probe, busy: Busy, known: Sequence[LinkTiming] = (), turns: int = TURNS) -> LinkTiming:
+    """The time of such a probe, on every rank; all ranks take part. ``turns``: how often, at least twice. ``seconds``: how much longer one
+    operation makes a step. ``cpu_seconds``: how long it keeps a device busy, at one of a message's two ends. Of a cold penalty: how much
+    longer tiles that compute make a step, beyond the sum itself (taken from ``known`` if it is there), and how long such a tile takes on
+    one device."""
+    if probe.operation not in COLD_PENALTIES:
+        plain = [_turn(comm, probe, busy, 0) for _ in range(turns)]
+        return _timing(probe, [one for turn in plain for one in turn.longer], median(turn.busier for turn in plain))
+    idle_seconds = _idle_seconds(comm, probe, busy, known, turns)
+    working = [_turn(comm, probe, busy, round(probe.size_bytes / BLOCK_BYTES)) for _ in range(turns - 1)]
+    longer = [one - idle_seconds for turn in working for one in turn.longer]
+    return _timing(probe, longer, median(turn.alone for turn in working))
+
+
+def _idle_seconds(comm: Communicator, probe: Probe, busy: Busy, known: Sequence[LinkTiming], turns: int) -> float:
+    """What a step of such a chain takes longer for each tile if these compute nothing."""
+    if probe.operation is Operation.STEP_WAIT:
+        return median(one for _ in range(turns - 1) for one in _turn(comm, probe, busy, 0).longer)
+    summed = Probe(Operation.STEP_SUM, probe.devices, STEP_BYTES)
+    own = next((timing for timing in known if timing.probe == summed), None) or measure_in_steps(comm, summed, busy, turns=turns)
+    return own.typical_seconds
+
+
+def _timing(probe: Probe, seconds: Sequence[float], cpu_seconds: float) -> LinkTiming:
+    return LinkTiming(probe, tuple(max(1e-9, one) for one in seconds), max(0.0, cpu_seconds))
+
+
+def _turn(comm: Communicator, probe: Probe, busy: Busy, blocks: int) -> _PerTile:
+    alternating, tiles = probe.operation is Operation.STEP_MESSAGE, CHAINS[1] - CHAINS[0]
+
+    def chains(across: bool) -> list[tuple[list[float], float]]:
+        parts = 1 if across or alternating else len(probe.devices)  # on one device it does its share of what is exchanged
+        models = [chain_model(probe.operation, count, len(probe.devices), blocks, probe.size_bytes // parts) for count in CHAINS]
+        return [_steps(comm, model, chain_strategy(model, probe.operation, probe.devices, across=across), busy) for model in models]
+
+    (few, few_busy), (many, many_busy) = chains(across=False)
+    tile, tile_busy = (median(many) - median(few)) / tiles, (many_busy - few_busy) / tiles
+    (few, few_busy), (many, many_busy) = chains(across=True)
+    own_tiles, ends = (tiles / len(probe.devices), 4) if alternating else (tiles, 2)
+    own_busy = ((many_busy - few_busy) / own_tiles - tile_busy) / ends
+    longer = [((one - median(few)) / tiles - tile) / 2 for one in many]  # forward and backward
+    return _PerTile(tile / 2, longer, own_busy)
+
+
+def _steps(comm: Communicator, model: TileChain, strategy: Strategy, busy: Busy) -> tuple[list[float], float]:
+    """Seconds of each step of the slowest rank, and seconds of computing of the busiest rank's device, on all ranks."""
+    with clock.paused():  # the first step imports modules
+        trainer = Trainer(model, (strategy, local_topology(comm.world_size)), device_kind="cpu")
+    walls, own_busy = [], []
+    for step in range(WARM_UP_STEPS + STEPS):
+        comm.barrier()
+        before, start = busy(), time.perf_counter()
+        trainer.step(*model.example_inputs)
+        after = busy()
+        if step >= WARM_UP_STEPS:
+            walls.append(time.perf_counter() - start)
+            own_busy.append(after - before)
+    comm.barrier()
+    trainer.comm.close()
+    gathered = comm.gather((walls, median(own_busy)))
+    return [max(own) for own in zip(*(own for own, _ in gathered), strict=True)], max(own for _, own in gathered)
+
 
 LEAST_ROUNDS, MOST_ROUNDS = 5, 400
 SECONDS_PER_PROBE = 0.3

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import sys
 import time
 import warnings
 from collections.abc import Iterator, Mapping
@@ -18,7 +16,7 @@ from typing import Any, NamedTuple
 
 from soap.cluster.topology import DeviceType
 from soap.errors import ProfileError, SoapError
-from soap.files import read_text, write_text_atomically
+from soap.files import cache_folder, read_text, write_text_atomically
 from soap.measure.link_probe import LinkRates
 from soap.measure.link_probes import LinkTiming
 from soap.measure.link_records import decode_timing, encode_timing
@@ -65,20 +63,6 @@ def measuring_again() -> Iterator[None]:
     finally:
         _anew = before
 
-
-
-def cache_folder() -> Path | None:
-    """The folder of this program below the user's cache folder (XDG_CACHE_HOME, if set); None if the user has no home."""
-    chosen = os.environ.get("XDG_CACHE_HOME", "")
-    if os.path.isabs(chosen):  # the XDG specification says to ignore relative paths
-        return Path(chosen) / "soap"
-    local = os.environ.get("LOCALAPPDATA", "") if sys.platform == "win32" else ""
-    if local:
-        return Path(local) / "soap"
-    try:
-        return Path.home() / ".cache" / "soap"
-    except RuntimeError:
-        return None
 
 
 def cache_path(key: Key) -> Path | None:

@@ -3,35 +3,155 @@
 The rates are those that one of N processes reaches while the others work as well (``compute_rates``). A process has
 ``threads_per_process(N)`` threads; if there are more processes than cores, each gets its share of the time. Of processors it is also
 measured what messages and sums between N ranks take in training, and from how much computing they keep them.
+
+Torch does not say by what GPUs are joined (NVLink, a PCIe switch, the processors). So GPUs that reach each other form an island, and how
+long copies take inside an island and between islands is measured.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import platform
+import resource
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import NamedTuple
 
 from soap.cluster.emulated import FAMILY as EMULATED
 from soap.cluster.emulated import emulated_topology, parse_emulated
 from soap.cluster.islands import with_islands, with_types
 from soap.cluster.presets import family, local_topology
 from soap.cluster.topology import MEASURED, QUICKLY_MEASURED, DeviceType, Topology
-from soap.errors import ProfileError
+from soap.emulation.reference_work import VERSION, measured_reference_ns
+from soap.errors import ProfileError, SoapError, SoapWarning
+from soap.files import cache_folder, read_text, write_text_atomically
 from soap.measure import machine_cache
 from soap.measure.compute_rates import Rates, cpu_rates, cuda_rates, gpu_copy_seconds
-from soap.measure.gpus import Gpus, first_gpus, gpu_count
 from soap.measure.link_figures import with_measured_links
 from soap.measure.link_probe import LinkRates, Probed, measure_link
 from soap.measure.machine_cache import Key, Measurement
-from soap.measure.other_load import noticing_others
 from soap.units import format_bytes
+
+STAT = Path("/proc/stat")
+IDLE = (3, 4)
+"""Fields of a core's line: idle, and waiting for a disk. The time of guests (the last two fields) is in the others already."""
+COUNTED = 8
+NOTEWORTHY = 0.1
+"""Share of the cores from which on others' work is told."""
+LEAST_S = 0.2
+"""A shorter time tells little: cores count in hundredths of a second."""
+
+
+class Count(NamedTuple):
+    """Seconds since the machine began, of the cores that this process may use."""
+
+    busy_s: float
+    own_s: float
+    clock_s: float
+    cores: int
+
+
+def count() -> Count | None:
+    """The counts by now; None where the system does not tell. Children count once they were waited for."""
+    try:
+        cores = os.sched_getaffinity(0)
+        lines = [line.split() for line in STAT.read_text(encoding="ascii").splitlines() if line[:3] == "cpu" and line[3:4].isdigit()]
+        own = [list(map(int, line[1 : 1 + COUNTED])) for line in lines if int(line[0][3:]) in cores]
+        ticks = sum(value for line in own for field, value in enumerate(line) if field not in IDLE)
+        used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+        own_s = sum(one.ru_utime + one.ru_stime for one in used)
+        return Count(ticks / os.sysconf("SC_CLK_TCK"), own_s, time.monotonic(), len(own))
+    except (OSError, ValueError, AttributeError, IndexError):
+        return None
+
+
+def others_cores(before: Count | None, after: Count | None) -> float | None:
+    """How many cores other processes, or other machines on the same hardware, kept busy on average; None if that is not known."""
+    if before is None or after is None or not after.cores or after.clock_s - before.clock_s < LEAST_S:
+        return None
+    busy_s = (after.busy_s - before.busy_s) - (after.own_s - before.own_s)
+    return max(0.0, busy_s / (after.clock_s - before.clock_s))
+
+
+@contextmanager
+def noticing_others(what: str, advice: str, counting: Callable[[], Count | None] = count) -> Iterator[None]:
+    """Warn at the end, in one line, if others kept much of this machine busy meanwhile. ``what``: such as ``links were``.
+    ``advice``: how to do it again."""
+    before = counting()
+    yield
+    after = counting()
+    others = others_cores(before, after)
+    if others is not None and after is not None and others >= NOTEWORTHY * after.cores:
+        busy = f"other work kept {others:.1f} of {after.cores} cores busy while {what} measured"
+        warnings.warn(f"{busy}: predictions may be off; on an idle machine, {advice}", SoapWarning, stacklevel=3)
+
+
+GPU_NODES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
+"""Device files of NVIDIA's driver, of Windows' for Linux inside it, and of AMD's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gpus:
+    """``kinds``: of each GPU its name and its memory in bytes. ``islands``: numbers of GPUs, ascending, in groups within which each
+    reaches every other's memory."""
+
+    kinds: tuple[tuple[str, int], ...]
+    islands: tuple[tuple[int, ...], ...]
+
+    @property
+    def are_joined_alike(self) -> bool:
+        """Whether one figure holds for the links of all: they are in one island, or each is alone."""
+        return len(self.islands) in (1, len(self.kinds))
+
+    @property
+    def neighbours(self) -> tuple[int, int] | None:
+        """Two GPUs of the first island that has two; the first two GPUs if there is none; None if there is one GPU."""
+        together = next((island[:2] for island in self.islands if len(island) > 1), tuple(range(len(self.kinds)))[:2])
+        return (together[0], together[1]) if len(together) == 2 else None
+
+    @property
+    def strangers(self) -> tuple[int, int]:
+        """The first GPUs of the first two islands; there must be two."""
+        return self.islands[0][0], self.islands[1][0]
+
+
+def gpu_count() -> int:
+    """Number of GPUs that torch can use. Does not import torch where there can be none, so that planning starts quickly."""
+    if not any(os.path.exists(node) for node in GPU_NODES) and platform.system() != "Windows":
+        return 0
+    import torch
+
+    return int(torch.cuda.device_count()) if torch.cuda.is_available() else 0
+
+
+def first_gpus(count: int) -> Gpus:
+    """The first ``count`` GPUs."""
+    import torch
+
+    seen = [torch.cuda.get_device_properties(number) for number in range(count)]
+    kinds = tuple((str(one.name), int(one.total_memory)) for one in seen)
+    return Gpus(kinds, islands(count, torch.cuda.can_device_access_peer))
+
+
+def islands(count: int, reaches: Callable[[int, int], bool]) -> tuple[tuple[int, ...], ...]:
+    """The GPUs in groups: each joins the first group all of whose members it reaches, and which all reach it."""
+    found: list[list[int]] = []
+    for gpu in range(count):
+        home = next((own for own in found if all(reaches(gpu, other) and reaches(other, gpu) for other in own)), None)
+        if home is None:
+            found.append([gpu])
+        else:
+            home.append(gpu)
+    return tuple(map(tuple, found))
+
 
 SIGNIFICANT_DIGITS = 4
 """Digits kept: more than the measurement is exact to, and short numbers in the cache file and in reports."""
@@ -286,3 +406,27 @@ def _device_type(kind: str, name: str, size_bytes: int, rates: Rates, cores: flo
 
 def _rounded(value: float) -> float:
     return float(f"{value:.{SIGNIFICANT_DIGITS}g}")
+
+
+FILE = "core-speed.json"
+
+
+def core_reference_ns() -> float | None:
+    """Nanoseconds of the reference work on a core of this machine; None if they cannot be measured."""
+    folder = cache_folder()
+    key = f"{cpu_model()}, yardstick {VERSION}"  # an older word for the reference work: another key would measure the core anew
+    path = None if folder is None else folder / FILE
+    try:
+        known = json.loads(read_text(path, what="cache file")) if path is not None and path.exists() else {}
+        if isinstance(known.get(key), float) and known[key] > 0:
+            return float(known[key])
+    except (SoapError, ValueError, AttributeError, RecursionError):
+        known = {}
+    found = measured_reference_ns()
+    if found is not None and path is not None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_text_atomically(path, json.dumps({**known, key: found}, indent=1) + "\n", error=ProfileError)
+        except (OSError, ProfileError) as cause:
+            warnings.warn(f"the speed of this machine's cores is not kept: {cause}; repeated runs will differ slightly", stacklevel=2)
+    return found

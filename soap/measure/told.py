@@ -9,8 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from soap.errors import SoapError
-from soap.files import read_text, write_text_atomically
-from soap.measure.machine_cache import cache_folder
+from soap.files import cache_folder, read_text, write_text_atomically
 
 FILE = "told.json"
 KEPT_S = 30 * 86_400.0

@@ -1,19 +1,234 @@
-"""The steady state of virtual workers: more and more waves are played until they repeat, or their rate settles."""
+"""The steady state of virtual workers: more and more waves are played until they repeat, or their rate settles.
+
+Waves are played by the simulator's rules. A pull gets what servers have when the minibatch is dealt, without a bound whenever they have
+more than before; each stage waits for its own part alone. Links serve first come, first served, in chunks; servers add and copy on their
+host's cores. A way from a device to the server of its own host takes the links between its device and the one of the host that stands for
+the server, none if that is the same.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from fractions import Fraction
 
 import numpy as np
 
 from soap.cluster.topology import Topology
+from soap.elastic.clocks import Clocks
+from soap.elastic.faults import ElasticError
 from soap.elastic.simulation.delays import NO_DELAYS, Delays
 from soap.elastic.simulation.steady import SETTLED, Period, period_of, rate_of
-from soap.mixed.partitioning import WorkerPlan
-from soap.mixed.servers import Placement
-from soap.mixed.training import Training
+from soap.elastic.simulation.unroll import SHORTEST_CHUNK_NS
+from soap.mixed.partitioning import WorkerPlan, kept_minibatches
+from soap.mixed.servers import Placement, copy_ns, count_ns
+from soap.simulator.communication.prices import Communication
+from soap.simulator.communication.servers import first_cores
+from soap.simulator.reference import Loop
+from soap.simulator.task_list import TaskList
+from soap.simulator.tasks import TaskKind
+
+DONE, COUNTED, DEAL, BACKWARD, FORWARD, GRADIENTS, ACTIVATIONS, PUSH, COUNT, COPY, VALUES = range(11)
+"""Phases, the first part of a task's id: of tasks that are ready at once, those of earlier phases come first."""
+NAMES = ("done", "counted", "deal", "backward", "forward", "gradients", "activations", "push", "count", "copy", "values")
+KINDS = {FORWARD: TaskKind.FORWARD, BACKWARD: TaskKind.BACKWARD, COUNT: TaskKind.UPDATE, COPY: TaskKind.COPY}
+OF_PARAMETERS = frozenset({PUSH, VALUES})
+"""Phases whose messages carry parameters; those of others carry activations and their gradients."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """A minibatch of a worker. ``able_ns``: when it might have begun but for other workers; ``dealt_ns``: when it did. ``version``: how
+    many waves of all workers are in its values. ``computed``: the task of its first forward pass, which may wait for pulled values."""
+
+    minibatch: int
+    able_ns: int
+    dealt_ns: int
+    version: int
+    computed: int
+
+
+@dataclass
+class Trace:
+    """What happened. By worker: ``starts``; the tasks at whose ends minibatches were ``done``; how many ``pulls`` and ``pushes`` there
+    were. ``missing``: as ``Clocks``, of all minibatches. ``parameter_bytes``, ``activation_bytes``: of messages from host to host."""
+
+    starts: list[list[Start]]
+    done: list[list[int]]
+    pulls: list[int]
+    pushes: list[int]
+    missing: Counter[int] = field(default_factory=Counter)
+    parameter_bytes: int = 0
+    activation_bytes: int = 0
+
+
+@dataclass
+class _Worker:
+    plan: WorkerPlan
+    dealt: int = 0
+    version: int = 0
+    finished_ns: list[int] = field(default_factory=list)
+    forward: list[list[int]] = field(default_factory=list)
+    backward: list[list[int]] = field(default_factory=list)
+
+
+class Training:
+    """``minibatches``: of each worker, who all have as many in flight. A last wave that is incomplete is pushed, too."""
+
+    def __init__(
+        self, topology: Topology, plans: Sequence[WorkerPlan], placement: Placement, bound: int | None, minibatches: int, delays: Delays
+    ) -> None:
+        flights = {plan.in_flight for plan in plans}
+        if len(flights) != 1 or minibatches < 1:
+            raise ElasticError(
+                f"workers with {', '.join(map(str, sorted(flights)))} minibatches in flight, {minibatches} in all; expected one number "
+                "in flight for all workers, and 1 minibatch at least"
+            )
+        self.topology, self.placement = topology, placement
+        self.wave, self.minibatches = flights.pop(), minibatches
+        self.tasks = TaskList(Communication(topology))
+        self.loop = Loop(topology)
+        self._workers = [_Worker(plan) for plan in plans]
+        self._clocks = Clocks(range(len(plans)), bound, self.wave)
+        lanes = [len(plan.stages) for plan in plans]
+        drawn = iter(delays.factors(sum(lanes), minibatches))
+        self._factors = [[next(drawn) for _ in range(count)] for count in lanes]
+        self._kept = [kept_minibatches(count, self.wave) for count in lanes]
+        self._cores, self._turn = first_cores(topology), [0] * len(topology.hosts)
+        self._played = 0
+        none: list[list[int]] = [[] for _ in plans]
+        self.trace = Trace([[] for _ in plans], none, [0] * len(plans), [0] * len(plans))
+
+    def run(self) -> Trace:
+        """Play all minibatches."""
+        self._deal_all()
+        self.loop.run()
+        self.trace.missing = self._clocks.missing
+        return self.trace
+
+    def _deal_all(self) -> None:
+        """Whoever may begin does."""
+        for number, worker in enumerate(self._workers):
+            while worker.dealt < self.minibatches and self._clocks.may_start(number):
+                self._deal(number, worker)
+        self.loop.add(self.tasks.tasks[self._played :])
+        self._played = len(self.tasks.tasks)
+
+    def _deal(self, number: int, worker: _Worker) -> None:
+        minibatch, stages = worker.dealt, worker.plan.stages
+        pulled: list[list[int]] = [[] for _ in stages]
+        if worker.version < (self._clocks.slowest if self._clocks.bound is None else self._clocks.needed(number)):  # as ``run.training``
+            worker.version = self._clocks.slowest
+            pulled = [self._pull(number, stage, minibatch) for stage in range(len(stages))]
+            self.trace.pulls[number] += 1
+        self._clocks.started(number, worker.version)
+        able_ns = worker.finished_ns[minibatch - self.wave] if minibatch >= self.wave else 0
+        worker.dealt += 1
+        self._forward(number, worker, minibatch, pulled)
+        computed = worker.forward[-1][0]
+        self.trace.starts[number].append(Start(minibatch, able_ns, self.loop.now_ns, worker.version, computed))
+        self._backward(number, worker, minibatch)
+        done = self._add(DONE, number, minibatch, 0, (), 0, [worker.backward[-1][0]])
+        self.trace.done[number].append(done)
+        self.loop.watch(done, lambda: self._done(number))
+        if worker.dealt % self.wave == 0 or worker.dealt == self.minibatches:
+            self._push(number, worker, minibatch)
+
+    def _forward(self, number: int, worker: _Worker, minibatch: int, pulled: Sequence[Sequence[int]]) -> None:
+        """Each stage behind the one before, with its values, and when it has finished enough others."""
+        ends: list[int] = []
+        arrived: list[int] = []
+        for stage, own in enumerate(worker.plan.stages):
+            kept = minibatch - self._kept[number][stage]
+            after = [*arrived, *pulled[stage], *([worker.backward[kept][stage]] if kept >= 0 else [])]
+            lasts_ns = self._lasts(number, stage, minibatch, own.forward_ns)
+            ends.append(self._add(FORWARD, number, minibatch, stage, (own.device,), lasts_ns, after))
+            if stage + 1 < len(worker.plan.stages):
+                target = worker.plan.stages[stage + 1].device
+                arrived = [self._message(ACTIVATIONS, number, minibatch, stage, own.device, target, own.sent_bytes[0], [ends[-1]])]
+        worker.forward.append(ends)
+
+    def _backward(self, number: int, worker: _Worker, minibatch: int) -> None:
+        stages = worker.plan.stages
+        ends = [0] * len(stages)
+        arrived: list[int] = []
+        for stage in reversed(range(len(stages))):
+            own = stages[stage]
+            after = [*arrived, worker.forward[minibatch][stage]]
+            lasts_ns = self._lasts(number, stage, minibatch, own.backward_ns)
+            ends[stage] = self._add(BACKWARD, number, minibatch, stage, (own.device,), lasts_ns, after)
+            if stage:
+                target, size = stages[stage - 1].device, stages[stage - 1].sent_bytes[1]
+                arrived = [self._message(GRADIENTS, number, minibatch, stage, own.device, target, size, [ends[stage]])]
+        worker.backward.append(ends)
+
+    def _pull(self, number: int, stage: int, minibatch: int) -> list[int]:
+        """One message from each server that has part of a stage's parameters."""
+        device, found = self._workers[number].plan.stages[stage].device, []
+        for host, size in self.placement.shares[number][stage].items():
+            server, place = self._server(host, number), stage * len(self.topology.hosts) + host
+            copied = self._add(COPY, number, minibatch, place, (self._core(server),), copy_ns(self.topology, server, size), ())
+            found.append(self._message(VALUES, number, minibatch, place, server, device, size, [copied]))
+        return found
+
+    def _push(self, number: int, worker: _Worker, minibatch: int) -> None:
+        """Each stage sends its sum of a wave when its last backward pass has ended. When servers have all, others may go on."""
+        counted = []
+        for stage, shares in enumerate(self.placement.shares[number]):
+            device, last = worker.plan.stages[stage].device, worker.backward[minibatch][stage]
+            for host, size in shares.items():
+                server, place = self._server(host, number), stage * len(self.topology.hosts) + host
+                sent = self._message(PUSH, number, minibatch, place, device, server, size, [last])
+                lasts_ns = count_ns(self.topology, server, size)
+                counted.append(self._add(COUNT, number, minibatch, place, (self._core(server),), lasts_ns, [sent]))
+        own = self._add(COUNTED, number, minibatch, 0, (), 0, [*counted, worker.backward[minibatch][0]])
+        self.loop.watch(own, lambda: self._counted(number, whole=(minibatch + 1) % self.wave == 0))
+
+    def _done(self, number: int) -> None:
+        self._clocks.finished(number, pushed=False)
+        self._workers[number].finished_ns.append(self.loop.now_ns)
+        self._deal_all()
+
+    def _counted(self, number: int, *, whole: bool) -> None:
+        self.trace.pushes[number] += 1
+        if whole:
+            self._clocks.pushed(number)
+        if self.trace.pushes[number] * self.wave >= self.minibatches:
+            self._clocks.left(number)
+        self._deal_all()
+
+    def _lasts(self, number: int, stage: int, minibatch: int, duration_ns: int) -> int:
+        return max(1, round(self._factors[number][stage][minibatch] * duration_ns))
+
+    def _server(self, host: int, number: int) -> int:
+        """The device that stands for a host's server: workers take them in turn, as memory has ways to all of them."""
+        own = [device.index for device in self.topology.devices if device.host == host]
+        return own[number % len(own)]
+
+    def _core(self, server: int) -> int:
+        """What a server's work holds: one of the host's cores, which take it in turn. On a host whose devices are its cores, too: it is in
+        threads of its own, which do not wait until a pass has ended."""
+        device = self.topology.devices[server]
+        self._turn[device.host] += 1
+        return self._cores[device.host] + self._turn[device.host] % self.topology.hosts[device.host].cpu_cores
+
+    def _add(
+        self, phase: int, number: int, minibatch: int, place: int, resources: tuple[int, ...], duration_ns: int, after: Iterable[int]
+    ) -> int:
+        own = (phase, minibatch, 0, number, place, 0)
+        return self.tasks.add(own, NAMES[phase], KINDS.get(phase, TaskKind.FORWARD), resources, duration_ns, after)
+
+    def _message(
+        self, phase: int, number: int, minibatch: int, place: int, source: int, target: int, size: int, after: Iterable[int]
+    ) -> int:
+        own = (phase, minibatch, 0, number, place, 0)
+        if self.topology.devices[source].host != self.topology.devices[target].host:
+            self.trace.parameter_bytes += size if phase in OF_PARAMETERS else 0
+            self.trace.activation_bytes += 0 if phase in OF_PARAMETERS else size
+        sent = self.tasks.streamed(own, NAMES[phase], TaskKind.TRANSFER, source, target, size, after, SHORTEST_CHUNK_NS)
+        return sent[0] if len(sent) == 1 else self.tasks.add((*own[:5], 1), NAMES[phase], TaskKind.TRANSFER, (), 0, sent)
+
 
 FIRST_MINIBATCHES, MOST_MINIBATCHES = 48, 1024
 LEADS = 4

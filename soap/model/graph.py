@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from functools import cached_property
 from math import prod
+from typing import Any
 
 from soap.errors import ModelError
 from soap.model.regions import Box, Interval, balanced
@@ -366,14 +367,9 @@ class OperatorGraph:
         return frozenset(self.producers[name][0] for name in names)
 
     @cached_property
-    def shares(self) -> dict[tuple[str, tuple[int, ...], int], int]:
-        """What ``simulator.memory.footprint`` has said of tiles: by operator, lengths of the tile's intervals, and use. It depends on
+    def shares(self) -> dict[tuple[str, tuple[int, ...]], Any]:
+        """What ``simulator.memory.footprint`` says of tiles (``Shares``), by operator and lengths of the tile's intervals. It depends on
         nothing else, and the tiles of an operator mostly have equal lengths."""
-        return {}
-
-    @cached_property
-    def kept_operands(self) -> dict[tuple[str, tuple[int, ...]], frozenset[int]]:
-        """Likewise which operands autograd keeps."""
         return {}
 
     @cached_property

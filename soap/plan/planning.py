@@ -3,33 +3,104 @@
 A ``PlanBuilder`` caches what depends on one operator's configuration alone (``OperatorPart``), on its and its readers' configurations
 (``Delivery``), and on the configurations of one parameter's users. Cached positions count from the operator's own first tile, so building
 a plan is mostly adding offsets. A search should keep one ``PlanBuilder`` for its graph and cluster.
+
+A reduce-scatter is possible where the readers on each device need only a part of the sum. It is chosen if the busiest device then receives
+fewer bytes. With B bytes on n devices, a ring all-reduce makes each device receive 2(n-1)/n * B. A reduce-scatter makes it receive n-1
+partial results of its cell, and then what its readers need outside of the cell. The backward pass moves the same bytes as the forward pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, combinations, pairwise
 from math import prod
+from typing import NamedTuple
 
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph, TensorKind
+from soap.model.likeness import alike_operators
 from soap.model.micro_batches import MicroBatches
-from soap.model.regions import Box, cells, contains, subtract, volume, whole
+from soap.model.regions import Box, Interval, cells, contains, intersect, subtract, volume, whole
 from soap.plan.compression.training import PLAIN, PlannedTraining
 from soap.plan.coverage import HolderIndex
 from soap.plan.delivery import Carriers, LocalFetch, Reader
 from soap.plan.plan import Exchange, Fetch, Holding, Message, Part, Piece, Plan, Reduction
 from soap.plan.row_counts import sparse_lookup_operators
-from soap.plan.scattering import choose_cells
 from soap.plan.scheduling import Orders
 from soap.plan.syncs.keeping import Cell, Keeping
 from soap.plan.syncs.represented import Represented
 from soap.plan.tiling import Tile, tiles_of
-from soap.strategy.config import OpConfig, Strategy
+from soap.strategy.config import OpConfig, Strategy, SyncConfig
 from soap.strategy.kept import with_mark
 from soap.strategy.recomputation import STAYS
+
+
+def choose_cells(box: Box, reads: Sequence[Sequence[Box]]) -> tuple[Box, ...]:
+    """One cell per device; the cells are disjoint and cover ``box``. () if an all-reduce is better, or no cells are found.
+
+    ``reads[i]``: the regions of the sum that tiles on the group's i-th device read.
+    """
+    if not box or len(reads) < 2:
+        return ()
+    inside = [[part for read in own if (part := intersect(read, box)) is not None] for own in reads]
+    hulls = [_hull(own) for own in inside]
+    cells = _as_they_are(box, hulls) or _cut_along_one_dimension(box, hulls)
+    if not cells:
+        return ()
+    count = len(reads)
+    received = [
+        (count - 1) * volume(cell) + sum(volume(read) - _common(read, cell) for read in own)
+        for cell, own in zip(cells, inside, strict=True)
+    ]
+    return cells if count * max(received) < 2 * (count - 1) * volume(box) else ()
+
+
+def _hull(boxes: Sequence[Box]) -> Box | None:
+    """The smallest box that contains them all."""
+    if not boxes:
+        return None
+    return tuple((min(start for start, _ in dim), max(stop for _, stop in dim)) for dim in zip(*boxes, strict=True))
+
+
+def _common(a: Box, b: Box) -> int:
+    found = intersect(a, b)
+    return 0 if found is None else volume(found)
+
+
+def _as_they_are(box: Box, hulls: Sequence[Box | None]) -> tuple[Box, ...]:
+    """What the devices read, if these regions are disjoint and together make up the box; else ()."""
+    found = [hull for hull in hulls if hull is not None]
+    if sum(map(volume, found)) != volume(box) or any(intersect(a, b) is not None for a, b in combinations(found, 2)):
+        return ()
+    return tuple(_empty(box) if hull is None else hull for hull in hulls)
+
+
+def _cut_along_one_dimension(box: Box, hulls: Sequence[Box | None]) -> tuple[Box, ...]:
+    """Cells along one dimension, in the order in which devices read it. Borders are in the middle of overlaps (halos) and gaps."""
+    found = {device: hull for device, hull in enumerate(hulls) if hull is not None}
+    if not found:
+        return ()
+    dim = max(range(len(box)), key=lambda d: (len({hull[d] for hull in found.values()}), -d))
+    order = sorted(found, key=lambda device: found[device][dim])
+    intervals = [found[device][dim] for device in order]
+    if any(a[0] >= b[0] or a[1] >= b[1] for a, b in pairwise(intervals)):
+        return ()
+    cells = [_empty(box)] * len(hulls)
+    for device, cell in zip(order, _borders(box[dim], intervals), strict=True):
+        cells[device] = (*box[:dim], cell, *box[dim + 1 :])
+    return tuple(cells)
+
+
+def _borders(whole: Interval, intervals: Sequence[Interval]) -> list[Interval]:
+    edges = [whole[0], *((a[1] + b[0]) // 2 for a, b in pairwise(intervals)), whole[1]]
+    return list(pairwise(edges))
+
+
+def _empty(box: Box) -> Box:
+    return tuple((start, start) for start, _ in box)
+
 
 Use = tuple[int, int]
 """(tile, operand position)."""
@@ -65,6 +136,14 @@ class Delivery:
     exchanges: tuple[Exchange, ...]
 
 
+class Sums(NamedTuple):
+    """What devices sum, and have in common. ``groups``: sets of devices that sum partial results. ``regions``: how a region of a parameter is
+    synchronized, and the region."""
+
+    groups: tuple[tuple[int, ...], ...]
+    regions: tuple[tuple[SyncConfig, Cell], ...]
+
+
 class PlanBuilder:
     """Builds plans for one graph on one cluster, keeping what consecutive strategies have in common."""
 
@@ -94,6 +173,7 @@ class PlanBuilder:
         self._represented = represented
         self._keeping = Keeping(graph, topology, represented, training.wrapped)
         self._readers = [_readers(graph, position) for position in range(len(graph.operators))]
+        self._alike = lru_cache(1)(lambda: alike_operators(graph))
 
     def __reduce__(self) -> tuple[object, ...]:
         # another process starts with empty caches
@@ -161,6 +241,28 @@ class PlanBuilder:
             return self._other(strategy.microbatches).delivery(position, strategy)
         own, *readers = (_divided(strategy.operators[self.graph.operators[p].name]) for p in (position, *self._readers[position]))
         return self._delivery(position, own, tuple(readers))
+
+    def sums(self, strategy: Strategy) -> Sums:
+        """Who sums what by a legal strategy in one micro-batch, without a plan: of operators that are alike and placed alike once."""
+        configs = [_divided(strategy.operators[op.name]) for op in self.graph.operators]
+        seen, done = set[Hashable](), set[str]()
+        groups, regions = dict[tuple[int, ...], None](), list[tuple[SyncConfig, Cell]]()
+        for position, (op, config, same) in enumerate(zip(self.graph.operators, configs, self._alike(), strict=True)):
+            names = [operand.tensor for operand in op.parameters]
+            tied = any(len(self.graph.parameter_users[name]) > 1 for name in names)
+            placed = config.degrees, id(config.devices), config.replicas, config.shares
+            key = position if tied else same, *placed, *map(strategy.sync, names)
+            if key in seen:
+                continue
+            seen.add(key)
+            groups.update(dict.fromkeys(reduction.devices for reduction in self._part(position, config).reductions))
+            for name in names:
+                users = sorted({user for user, _ in self.graph.parameter_users[name]})
+                cells = () if name in done else self._cells(name, tuple((user, configs[user]) for user in users))
+                used = [(self._keeping.used(name, cell, strategy.sync(name)), cell) for cell in cells]
+                regions += [(sync, cell) for sync, cell in used if sync is not None]
+                done.add(name)
+        return Sums(tuple(groups), tuple(regions))
 
     def _other(self, microbatches: int) -> PlanBuilder:
         """A builder of plans with another number of micro-batches."""

@@ -3,24 +3,70 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from soap.files import reason
 from soap.preprocessing import engine
-from soap.preprocessing.arrow import require_arrow
-from soap.preprocessing.container import PreprocessError
-from soap.preprocessing.disk import GZIP_RATIO, disk_needed, place_of, require_disk
+from soap.preprocessing.container import NO_ARROW, PreprocessError
 from soap.preprocessing.engine import Begun, Nodes, Options, Summary
 from soap.preprocessing.executors import Executor, InProcess
-from soap.preprocessing.inputs import GZIP, find_units
+from soap.preprocessing.inputs import GZIP, PARQUET, Unit, find_units
 from soap.preprocessing.manager import SERIAL, Manager, State
 from soap.preprocessing.node import Node, NodesTogether, Seen
 from soap.preprocessing.processes import Processes
 from soap.preprocessing.resources import Machine
 from soap.preprocessing.spec import Spec, load_spec
 from soap.preprocessing.work import CONVERT, INDEX, OPEN, ROWS_PER_GROUP, WRITE, Work
+from soap.units import format_bytes
+
+GZIP_RATIO = 4
+"""Bytes of uncompressed lines for each of a ``.gz`` file, about."""
+
+
+def disk_needed(units: Sequence[Unit], parquet: bool) -> int:
+    """About how many bytes all files of a run take at their most: as much as the input for what steps leave for each other, and the final
+    arrays; what is uncompressed; and Parquet."""
+    raw = sum(unit.size * (GZIP_RATIO if unit.kind == GZIP else 1) for unit in units)
+    inflated = sum(GZIP_RATIO * unit.size for unit in units if unit.kind == GZIP)
+    return inflated + round(raw * (1.6 + 0.7 * parquet))
+
+
+def place_of(out: Path) -> Path:
+    """The folder in which ``out`` is or would be made. PreprocessError if nobody lets us look."""
+    try:
+        place = out
+        while not place.exists():
+            place = place.parent
+        return place
+    except OSError as cause:
+        raise PreprocessError(f"cannot write {str(out)!r}: {reason(cause)}; choose another folder") from None
+
+
+def require_disk(units: Sequence[Unit], out: Path, parquet: bool) -> None:
+    """PreprocessError if the disk is surely too small. What earlier runs left in ``out`` counts as room."""
+    free = Machine(place_of(out)).sample(()).disk_bytes + _held(out)
+    needed = disk_needed(units, parquet) // 2
+    if free < needed:
+        raise PreprocessError(
+            f"{str(out)!r} has {format_bytes(free)} free; expected at least {format_bytes(needed)}: make room, choose another folder, "
+            "or leave Parquet out: parquet=False (--no-parquet)"
+        )
+
+
+def _held(folder: Path) -> int:
+    """Bytes of all files in a folder, some of which a run that is under way may take away meanwhile."""
+    found = 0
+    for top, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):
+                found += os.lstat(os.path.join(top, name)).st_size
+    return found
+
 
 Told = Callable[[dict[str, Any]], None]
 
@@ -53,7 +99,7 @@ def preprocess(
     options = Options(on_error, modes or {}, chunk_bytes, workers, parquet, codec)
     folder = Path(out)
     units = find_units(inputs)
-    require_arrow(units, parquet)
+    _require_arrow(units, parquet)
     require_disk(units, folder, parquet)
     with_log = _Log(folder / engine.LOG)
 
@@ -91,7 +137,7 @@ class _Log:
 def plan(spec: Spec, inputs: Sequence[str | Path], out: Path, options: Options) -> dict[str, Any]:
     """What a run would do now, as plain JSON values. Nothing is written. Chunks of compressed inputs are estimated."""
     units = find_units(inputs)
-    require_arrow(units, options.parquet)
+    _require_arrow(units, options.parquet)
     sample = Machine(place_of(out)).sample(())
     manager = Manager(options.modes, options.workers)
     size = options.chunk_bytes or manager.chunk_bytes(sample)
@@ -119,3 +165,9 @@ def plan(spec: Spec, inputs: Sequence[str | Path], out: Path, options: Options) 
         "disk_bytes": sample.disk_bytes,
         "disk_needed_bytes": disk_needed(units, options.parquet),
     }
+
+
+def _require_arrow(units: Sequence[Unit], written: bool) -> None:
+    """PreprocessError if pyarrow is needed and not installed: before hours of work, not at their end. ``written``: whether Parquet is."""
+    if (written or any(unit.kind == PARQUET for unit in units)) and find_spec("pyarrow") is None:
+        raise PreprocessError(NO_ARROW)

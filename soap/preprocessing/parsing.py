@@ -12,10 +12,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from soap.preprocessing import kernel
-from soap.preprocessing.arrow import parquet
-from soap.preprocessing.container import PreprocessError
+from soap.preprocessing.container import NO_ARROW, PreprocessError
 from soap.preprocessing.inputs import Chunk, Unit, line_of
 from soap.preprocessing.spec import Column, Spec
+
+
+def parquet() -> Any:
+    """The module ``pyarrow.parquet``. PreprocessError if pyarrow is not installed."""
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        raise PreprocessError(NO_ARROW) from None
+    return pyarrow.parquet
+
 
 MOST_BAD = 1000
 """Bad lines of a chunk that are remembered one by one."""

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
 
 from soap.errors import ProfileError
+from soap.files import cache_folder
 from soap.measure.link_probes import LinkTiming
 from soap.measure.link_records import TIMING_SCHEMA, decode_timing, encode_timing, probe_text
-from soap.measure.machine_cache import cache_folder
 from soap.profiles.corrections import CORRECTION_SCHEMA, Correction, decode_correction, encode_correction
 from soap.profiles.entries import SCHEMA, Entry, decode, encode
 from soap.profiles.keys import Environment

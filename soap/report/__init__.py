@@ -6,8 +6,8 @@ why. Values are those of ``soap.api``; nothing is computed here but places and c
 
 from __future__ import annotations
 
-from soap.report.contents import Alternative, Contents
 from soap.report.figures import require
 from soap.report.page import render, write
+from soap.report.section import Alternative, Contents
 
 __all__ = ["Alternative", "Contents", "render", "require", "write"]

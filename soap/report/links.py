@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from soap.cluster.topology import Link, Topology
-from soap.report.contents import Contents
 from soap.report.figures import GREY, INK, byte_unit, duration, heat, new_figure, plain
-from soap.report.section import Block, Figure, Section, Table, Text
+from soap.report.section import Block, Contents, Figure, Section, Table, Text
 from soap.report.timeline import natural
 from soap.simulator.folded import FoldedSimulation
 from soap.simulator.simulate import Simulation

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from soap.report.contents import Contents
 from soap.report.figures import INK, MEMORY_COLOURS, byte_unit, legend_above, new_figure, zoomable
-from soap.report.section import Block, Choice, Figure, Section, Table
+from soap.report.section import Block, Choice, Contents, Figure, Section, Table
 from soap.simulator.folded import FoldedSimulation
 from soap.simulator.memory.ledger import MemoryCurve
 from soap.simulator.simulate import Simulation

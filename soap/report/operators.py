@@ -8,9 +8,8 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from soap.model.graph import FactorKind, Operator, OperatorGraph
-from soap.report.contents import Contents
 from soap.report.figures import BLUE, GREEN, GREY, INK, ORANGE, PINK, RED, height_of, legend_above, mixed, name_rows, new_figure, plain
-from soap.report.section import Block, Figure, Section, Text
+from soap.report.section import Block, Contents, Figure, Section, Text
 from soap.search.explanation import configured_alike
 from soap.strategy.config import OpConfig, Strategy
 from soap.strategy.diff import pattern_of

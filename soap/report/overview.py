@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from soap.report.contents import Contents
 from soap.report.figures import BLUE, GREY, INK, ORANGE, TASK_COLOURS, duration, height_of, legend_above, name_rows, new_figure, plain
-from soap.report.section import Block, Figure, Section, Table, Text
+from soap.report.section import Block, Contents, Figure, Section, Table, Text
 from soap.search.deciding import FASTEST, SAFE
 from soap.units import format_bytes
 

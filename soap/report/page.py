@@ -15,10 +15,24 @@ from typing import Any
 
 from soap import __version__
 from soap.files import write_text_atomically
-from soap.report.contents import Contents
+from soap.report import compared, links, memory, operators, overview, preprocessed, searching, timeline, tuned, what_if
 from soap.report.figures import require
-from soap.report.section import Block, Figure
-from soap.report.sections import SECTIONS
+from soap.report.section import Block, Contents, Figure, Section
+
+SECTIONS: tuple[Section, ...] = (
+    overview.SECTION,
+    operators.SECTION,
+    timeline.SECTION,
+    compared.SECTION,
+    memory.SECTION,
+    links.SECTION,
+    searching.SECTION,
+    what_if.SECTION,
+    tuned.SECTION,
+    preprocessed.SECTION,
+)
+"""All sections, in the order of their tabs."""
+
 
 ASSETS = "assets"
 SCRIPTS = ("bokeh",)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from soap.report.contents import Contents
 from soap.report.figures import BLUE, SKY, height_of, legend_above, name_rows, new_figure
-from soap.report.section import Block, Figure, Section, Table, Text
+from soap.report.section import Block, Contents, Figure, Section, Table, Text
 from soap.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:

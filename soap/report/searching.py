@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from soap.report.contents import Contents
 from soap.report.figures import (
     BLUE,
     GREEN,
@@ -23,7 +22,7 @@ from soap.report.figures import (
     new_figure,
     plain,
 )  # fmt: skip
-from soap.report.section import Block, Figure, Section, Table, Text
+from soap.report.section import Block, Contents, Figure, Section, Table, Text
 from soap.search.plot import WIDE_RANGE
 from soap.search.record import SearchResult
 from soap.search.starts import BASELINE

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
-from soap.report.contents import Contents
 from soap.report.figures import INK, TASK_COLOURS, duration, height_of, legend_above, name_rows, new_figure, plain, zoomable
-from soap.report.section import Block, Figure, Section, Text
+from soap.report.section import Block, Contents, Figure, Section, Text
 from soap.simulator.analysis.timeline import resource_names
 from soap.simulator.analysis.timeline_file import Timeline
 from soap.simulator.folded import FoldedSimulation

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from soap.report.contents import Contents
 from soap.report.figures import BLUE, GREY, ORANGE, duration, legend_above, new_figure
-from soap.report.section import Block, Figure, Section, Table
+from soap.report.section import Block, Contents, Figure, Section, Table
 
 if TYPE_CHECKING:
     from bokeh.plotting import figure as BokehFigure

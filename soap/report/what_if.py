@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from soap.report.contents import Contents
 from soap.report.figures import duration
-from soap.report.section import Block, Section, Table, Text
+from soap.report.section import Block, Contents, Section, Table, Text
 from soap.units import format_bytes
 
 

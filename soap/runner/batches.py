@@ -13,7 +13,7 @@ import torch.distributed as dist
 from soap.errors import RuntimeFailure
 from soap.runtime.comm.packing import plain
 from soap.runtime.comm.redistribute import Communicator
-from soap.runtime.part_batch import PartBatch
+from soap.runtime.inputs import PartBatch
 from soap.runtime.trainer import Trainer
 
 

@@ -10,8 +10,7 @@ from typing import Literal
 import torch
 
 from soap.errors import RuntimeFailure, StrategyError
-from soap.runtime.step_metrics import OnStep
-from soap.runtime.training_options import TrainingOptions
+from soap.runtime.training_options import OnStep, TrainingOptions
 from soap.runtime.updates.optimizers import GroupOptions, Optimizers, Recipe, ScheduleFactory, plain_sgd
 from soap.search.options import DEFAULT_BUDGET
 from soap.simulator.costs import CostSource

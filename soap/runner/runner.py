@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -16,21 +18,28 @@ from soap import api
 from soap.cluster.kinds import run_kind
 from soap.cluster.topology import Topology
 from soap.errors import RuntimeFailure, SoapError
-from soap.plan.running.execution_order import ExecutionOrder
+from soap.model.graph import OperatorGraph
+from soap.model.sparse_shares import with_alphas
+from soap.plan.compression.training import PlannedTraining
+from soap.plan.running.forward_order import ExecutionOrder
 from soap.runner.batches import dealt, joined
 from soap.runner.config import RunnerConfig
 from soap.runner.partitioner import groups
-from soap.runner.planning import planned
-from soap.runner.reductions import with_reductions
 from soap.runner.sharding import rank_and_count
 from soap.runner.tuning import served_sparse, tune
 from soap.runtime.checkpoint.folder import complete
 from soap.runtime.comm import signs
 from soap.runtime.comm.world import close_world, open_world
 from soap.runtime.eager import eager_judge
-from soap.runtime.part_batch import Given
+from soap.runtime.inputs import Given
 from soap.runtime.trainer import Trainer
-from soap.strategy.config import Strategy
+from soap.runtime.updates.optimizers import OptimizerFactory
+from soap.runtime.updates.trial import optimizer_states, try_optimizer
+from soap.search.options import SearchOptions
+from soap.simulator.reference import execution_order
+from soap.simulator.simulate import Simulator
+from soap.strategy.config import Strategy, SyncConfig
+from soap.strategy.sync import in_one_partition
 from soap.tracing.example import Example
 from soap.tracing.execute import ExecutableModel
 from soap.tracing.export import exported_program
@@ -38,6 +47,108 @@ from soap.tracing.load import load_program
 
 if TYPE_CHECKING:
     from soap.runner.stale import StaleTraining
+
+
+def planned(
+    graph: OperatorGraph, topology: Topology, config: RunnerConfig, groups: Sequence[Sequence[str]]
+) -> tuple[Strategy, ExecutionOrder]:
+    """The strategy, and its tiles in the order in which their forward and backward passes begin."""
+    graph = with_alphas(graph, list((config.alpha or {}).items()))
+    trainable = {tensor.name: tensor.shape for tensor in graph.parameters if tensor.requires_grad}
+    tried = try_optimizer(config.recipe.layout(trainable), trainable)
+    states = optimizer_states(tried, sparse=bool(graph.sparse))
+    known, training = tried.measured, PlannedTraining(clips=config.clip_norm is not None)
+    simulator = api.simulator_for(
+        graph, topology, optimizer_states=states, costs=config.costs, measured_updates=known, training=training
+    )
+    if config.run_option == "ps":
+        strategy = api.classical("parameter_server", graph, topology)
+    else:
+        syncs = [SyncConfig()] if config.run_option == "allreduce" else []
+        options = SearchOptions(
+            budget=config.budget,
+            seed=config.seed,
+            syncs=syncs,
+            optimizer_states=states,
+            measured_updates=known,
+            uncut=tried.whole,
+            together=tried.coupled,
+            costs=config.costs,
+            training=training,
+        )
+        strategy = api.find(graph, topology, options).strategy
+    strategy = in_one_partition(alike(simulator, adapted(strategy, config), groups), tried.whole)
+    simulation = simulator.run(strategy)
+    return strategy, execution_order(simulation.tasks, simulation.schedule)
+
+
+def adapted(strategy: Strategy, config: RunnerConfig) -> Strategy:
+    """The strategy with partitions and local aggregation of parameters on servers as the configuration sets them."""
+    for name, sync in _served(strategy).items():
+        partitions = sync.partitions if config.search_partitions else config.partitions
+        within = sync.within if config.local_aggregation else "none"
+        strategy = strategy.with_parameter(name, replace(sync, partitions=partitions, within=within))
+    return strategy
+
+
+def alike(simulator: Simulator, strategy: Strategy, groups: Sequence[Sequence[str]]) -> Strategy:
+    """The strategy with the same number of partitions for all parameters of a group on servers. Of the numbers that they have, the one that
+    is predicted to be fastest is taken."""
+    for group in groups:
+        served = {name: sync for name, sync in _served(strategy).items() if name in group}
+        counts = sorted({sync.partitions for sync in served.values()})
+        if len(counts) < 2:
+            continue
+        candidates = []
+        for partitions in counts:
+            changed = strategy
+            for name, sync in served.items():
+                changed = changed.with_parameter(name, replace(sync, partitions=partitions))
+            candidates.append((simulator.cost(changed), changed))
+        strategy = min(candidates, key=lambda found: (found[0][1] > 0, found[0][0]))[1]
+    return strategy
+
+
+def _served(strategy: Strategy) -> dict[str, SyncConfig]:
+    return {name: sync for name, sync in strategy.parameters.items() if sync.contract.has_servers}
+
+
+def with_reductions(config: RunnerConfig, sparse: Collection[str], ranks: int) -> RunnerConfig:
+    """The configuration with optimizers that multiply gradients as it says; itself if all are means."""
+    if config.reduce_dense == config.reduce_sparse == "mean":
+        return config
+    given = config.optimizer if isinstance(config.optimizer, Mapping) else {"*": config.optimizer}
+    wanted: dict[str, OptimizerFactory] = {}
+    for name in sparse:
+        make = next((make for pattern, make in given.items() if fnmatchcase(name, pattern)), None)
+        if make is not None:
+            wanted[name] = _times(make, ranks if config.reduce_sparse == "sum" else 1)
+    for pattern, make in given.items():
+        wanted.setdefault(pattern, _times(make, ranks if config.reduce_dense == "sum" else 1))
+    return replace(config, optimizer=wanted)
+
+
+def _times(make: OptimizerFactory, factor: int) -> OptimizerFactory:
+    """Makes the same optimizer, which takes gradients ``factor`` times as large."""
+
+    def made(tensors: Any) -> torch.optim.Optimizer:
+        optimizer = make(tensors)
+        if factor != 1:
+            optimizer.register_step_pre_hook(_multiply(factor))
+        return optimizer
+
+    return made
+
+
+def _multiply(factor: int) -> Any:
+    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for group in optimizer.param_groups:
+            for tensor in group["params"]:
+                if tensor.grad is not None:
+                    tensor.grad = tensor.grad * factor  # not in place: sums are kept in buffers
+
+    return before
+
 
 T = TypeVar("T")
 Batch = torch.Tensor | Sequence[torch.Tensor] | Mapping[str, torch.Tensor]

@@ -5,7 +5,8 @@ runtime, or the optimizer's update is not elementwise. If an ill-conditioned gra
 process in float64.
 
 Compressed gradients lose something. So those are compared before they are compressed; what the ranks make of them is compared, to the last
-bit, with an emulation of the same compression (``compressed_check``).
+bit, with an emulation of the same compression. That the local gradients are right is another
+question: added up, they have to be what one process computes.
 """
 
 from __future__ import annotations
@@ -17,20 +18,145 @@ from math import inf
 import torch
 
 from soap.errors import RuntimeFailure
-from soap.model.dtypes import part_of
-from soap.model.regions import whole
-from soap.plan.syncs.compressed import compressed_names
-from soap.runtime.alone import Alone, step_alone
+from soap.model.dtypes import part_of, replaced
+from soap.model.regions import lengths, whole
+from soap.plan.syncs.amounts import reading_groups
+from soap.plan.syncs.compressed import compressed_names, compressed_shards
 from soap.runtime.comm import signs
-from soap.runtime.compressed_check import EmulatedSums, LocalGradients
-from soap.runtime.part_batch import Given, PartBatch
+from soap.runtime.comm.assembling import cut
+from soap.runtime.compression.peer import Peer, copied
+from soap.runtime.compression.seam import State
+from soap.runtime.compression.together import in_order, synchronized
+from soap.runtime.inputs import Given, PartBatch
 from soap.runtime.run_types import run_dtype
+from soap.runtime.sync.compressed import hosts_sum, peer_of
 from soap.runtime.sync.row_update import Updater
 from soap.runtime.trainer import Trainer
 from soap.runtime.updates.momentum import DecayMomentum
 from soap.runtime.updates.optimizers import Optimizers
 from soap.runtime.updates.parts import trainable_shapes
 from soap.runtime.updates.schedules import Schedule
+from soap.tracing.model import TileContext, TracedModel
+
+ByShard = Mapping[int, torch.Tensor]
+
+
+class LocalGradients:
+    """On each rank: the local gradients of the compressed shards that it reads, step by step."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._method = trainer.sizes.gradients.compressed
+        self.states: Mapping[int, State] = {}
+        if self._method is not None:
+            self.states = {shard: copied(state, "cpu") for shard, state in self._method.states.items()}
+            self._method.local = {}
+
+    def taken(self) -> dict[int, torch.Tensor]:
+        """Those of the last step."""
+        return {} if self._method is None or self._method.local is None else {i: own.cpu() for i, own in self._method.local.items()}
+
+    def close(self) -> None:
+        """Keep no more of them."""
+        if self._method is not None:
+            self._method.local = None
+
+
+class EmulatedSums:
+    """All ranks in one process. ``states``: by rank, what it keeps of its shards before the first step."""
+
+    def __init__(self, trainer: Trainer, states: Sequence[Mapping[int, State]]) -> None:
+        self._trainer, self._peers = trainer, dict[int, list[Peer]]()
+        self._syncs = compressed_shards(trainer.plan)
+        for shard, sync in self._syncs.items():
+            own, dtype, shape = [], trainer.dtype_of(sync.parameter), lengths(trainer.plan.shards[shard].box)
+            for rank in sync.peers:
+                peer = peer_of(sync, rank, shape, dtype, trainer.compressing)
+                peer.state = copied(states[rank][shard], trainer.device)
+                own.append(peer)
+            self._peers[shard] = own
+
+    def wrong(self, local: Sequence[ByShard], gradients: Mapping[str, torch.Tensor]) -> dict[str, bool]:
+        """Name of a shard -> whether its sum has other bits than that of the emulation. ``local``: by rank."""
+        found = {}
+        for shard, peers in self._peers.items():
+            name, box = self._trainer.plan.shards[shard].parameter, self._trainer.plan.shards[shard].box
+            totals = synchronized(peers, self._of_hosts(local, shard))
+            mine = cut(gradients[name], whole(gradients[name].shape), box).cpu()
+            found[f"{name}{list(box)}"] = not all(torch.equal(total.cpu().to(mine.dtype), mine) for total in totals)
+        return found
+
+    def uncompressed(self, local: Sequence[ByShard], gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The gradients with those of compressed shards replaced by the sums of the local ones."""
+        found = dict(gradients)
+        for shard in self._peers:
+            name, box = self._trainer.plan.shards[shard].parameter, self._trainer.plan.shards[shard].box
+            if found[name] is gradients[name]:
+                found[name] = gradients[name].clone()
+            cut(found[name], whole(found[name].shape), box).copy_(in_order(self._given(local, shard)))
+        return found
+
+    def _given(self, local: Sequence[ByShard], shard: int) -> list[torch.Tensor]:
+        return [local[rank][shard] for rank in self._syncs[shard].readers]
+
+    def _of_hosts(self, local: Sequence[ByShard], shard: int) -> list[torch.Tensor]:
+        """What each peer compresses, on the device of the ranks: others may round otherwise."""
+        sync, given = self._syncs[shard], [own.to(self._trainer.device) for own in self._given(local, shard)]
+        if not sync.aggregated:
+            return given
+        of_reader = dict(zip(sync.readers, given, strict=True))
+        return [hosts_sum([of_reader[reader] for reader in group]) for group in reading_groups(sync)]
+
+
+@dataclass(frozen=True)
+class Alone:
+    """What one process computed: the mean loss, gradients (clipped, if the trainer clips) and buffers by name."""
+
+    loss: torch.Tensor
+    gradients: Mapping[str, torch.Tensor]
+    buffers: Mapping[str, torch.Tensor]
+
+
+def step_alone(
+    trainer: Trainer, step: int, inputs: Sequence[torch.Tensor], before: Mapping[str, torch.Tensor], *, wide: bool = False
+) -> Alone | None:
+    """Run one step's forward and backward pass in this process, from the state ``before``. Called after the ranks' own step; needs no other
+    rank.
+
+    ``wide``: compute in float64, whatever the trainer computes in. Returns None if the model cannot be traced again for that.
+    """
+    parts = trainer.sizes.batches(inputs)
+    sized = [trainer.sizes.of(part.shapes) for part in parts]
+    models: list[TracedModel | None] = [s.model.widened() if wide else s.model for s in sized]
+    graph = trainer.model.graph
+
+    def own(tensor: torch.Tensor) -> torch.Tensor:
+        placed = trainer.place(tensor)
+        return placed.to(replaced(placed.dtype, torch.float64)) if wide else placed
+
+    parameters = {n: own(before[n]).clone().requires_grad_(graph.tensors[n].requires_grad) for n in trainer.model.parameters}
+    trainable = {name: tensor for name, tensor in parameters.items() if tensor.requires_grad}
+    buffers = {name: own(before[name]).clone() for name in trainer.model.buffers}
+    losses, scale = [], 1.0 if trainer.scaler is None else trainer.scaler.used
+    for number, (part, size, model) in enumerate(zip(parts, sized, models, strict=True)):
+        if model is None:
+            return None
+        context = TileContext(trainer.seed, step * trainer.accumulate + number, buffers, tiles=size.all_tiles)
+        loss = model.reference_loss([own(tensor) for tensor in part.tensors], parameters, context)
+        model.end_step(context)
+        if loss.requires_grad:
+            (loss / len(parts) * scale).backward()  # type: ignore[no-untyped-call]
+        losses.append(loss.detach())
+    for tensor in trainable.values():
+        if tensor.grad is not None and tensor.grad.is_sparse:  # of an embedding with sparse=True; the ranks' gradients are dense
+            tensor.grad = tensor.grad.to_dense()
+    for tensor in trainable.values():
+        if trainer.scaler is not None and tensor.grad is not None:
+            tensor.grad.mul_(1.0 / scale)
+    if trainer.clip_norm is not None:
+        torch.nn.utils.clip_grad_norm_(trainable.values(), trainer.clip_norm)
+    gradients = {name: tensor.grad for name, tensor in trainable.items() if tensor.grad is not None}
+    return Alone(torch.stack(losses).double().mean(), gradients, buffers)
+
 
 TOLERANCES: Mapping[torch.dtype, float] = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 """dtype -> the largest allowed difference of a tensor, relative to its largest element: rounding, amplified by a deep model's backward

@@ -13,8 +13,7 @@ import torch
 
 from soap.errors import RuntimeFailure
 from soap.runtime.comm.whole import whole_buffers
-from soap.runtime.inputs import Batch, BySamples
-from soap.runtime.part_batch import Given
+from soap.runtime.inputs import Batch, BySamples, Given
 from soap.runtime.sizes import BatchSizes
 from soap.runtime.step.micro_batch import MicroBatch
 from soap.tracing.model import TileContext, TracedModel

@@ -17,10 +17,9 @@ from soap.cluster.topology import DeviceKind, Topology
 from soap.errors import RuntimeFailure
 from soap.plan.plan import Plan
 from soap.plan.planning import build_plan
-from soap.plan.running.execution_order import ExecutionOrder
+from soap.plan.running.forward_order import ExecutionOrder
 from soap.runtime.comm.handing_out import packed, unpacked
-from soap.runtime.comm.new_groups import needed_by
-from soap.runtime.comm.redistribute import Communicator
+from soap.runtime.comm.redistribute import Communicator, needed_by
 from soap.runtime.program.program import Program, compile_program
 from soap.runtime.program.rank_programs import RankPrograms
 from soap.runtime.program.resizing import other_program, resized_program

@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from soap.errors import ModelError, RuntimeFailure
-from soap.plan.own_labels import with_own_labels
 from soap.plan.plan import Plan
-from soap.plan.samples import Samples, divided_inputs, looked_up_in, samples_read
+from soap.plan.samples import Samples, divided_inputs, looked_up_in, samples_read, with_own_labels
 from soap.plan.tiling import Tile
-from soap.runtime.inputs import Batch, BySamples, Shapes, check_samples, check_types, micro_batches, other_shape
-from soap.runtime.part_batch import Given
+from soap.runtime.inputs import Batch, BySamples, Given, Shapes, check_samples, check_types, micro_batches, other_shape
 from soap.runtime.planned import Handed
 from soap.runtime.program.program import Program
 from soap.runtime.run_types import run_dtype

@@ -18,30 +18,26 @@ from soap.errors import RuntimeFailure, SoapWarning
 from soap.model.dtypes import has_complex, is_complex, name_of, replaced
 from soap.model.regions import volume
 from soap.plan.plan import Plan
-from soap.plan.running.execution_order import ExecutionOrder
+from soap.plan.running.forward_order import ExecutionOrder
 from soap.plan.syncs.compressed import compressed_names
-from soap.runtime.agreement import AGREED, require_agreement
 from soap.runtime.alike import Alike
 from soap.runtime.comm.position import HERE
-from soap.runtime.comm.redistribute import Communicator
-from soap.runtime.comm.traffic import Traffic
+from soap.runtime.comm.redistribute import Communicator, Traffic
 from soap.runtime.comm.whole import home_of, whole_buffers, whole_parameters
 from soap.runtime.comm.world import close_world, open_world
 from soap.runtime.evaluation import Evaluation, mean_loss, require_evaluable
-from soap.runtime.inputs import Batch, BySamples
-from soap.runtime.part_batch import Given
+from soap.runtime.inputs import Batch, BySamples, Given
 from soap.runtime.planned import Asked, Planned
 from soap.runtime.program.fused_tiles import missing_compiler
 from soap.runtime.run_types import model_in_type, run_dtype
 from soap.runtime.sizes import BatchSizes
 from soap.runtime.step.micro_batch import MicroBatch
 from soap.runtime.step.step_end import StepEnd
-from soap.runtime.step_metrics import StepMetrics
 from soap.runtime.sync.look_ups import note_rows
 from soap.runtime.sync.shards import ShardStore, gather_regions
 from soap.runtime.system.memory_room import MemoryRoom, room_within, stored_bytes
 from soap.runtime.trace import Event, Recorder, join_events
-from soap.runtime.training_options import DEFAULT_TRAINING, TrainingKeywords, TrainingOptions
+from soap.runtime.training_options import DEFAULT_TRAINING, StepMetrics, TrainingKeywords, TrainingOptions
 from soap.runtime.updates.clipping import require_clippable
 from soap.runtime.updates.loss_scaling import LossScaler, require_scalable
 from soap.runtime.updates.momentum import DecayMomentum, require_correctable, wrong_momentum
@@ -55,6 +51,22 @@ from soap.tracing.model import TileContext, TracedModel
 
 if TYPE_CHECKING:
     from soap.runtime.checkpoint.checkpoint import Training
+
+
+AGREED = ("dtype", "accumulate", "clip_norm", "scaler", "compressing", "lazy_sparse", "seed")
+"""Fields of ``Trainer`` that change what is computed or exchanged."""
+
+
+def require_agreement(comm: Communicator, asked: str, own: Mapping[str, str]) -> None:
+    """RuntimeFailure on all ranks unless these are alike on all. ``asked``: ``Asked.digest``. ``own``: this rank's options, in words."""
+    digests = comm.gather((asked, dict(own)))
+    for rank, (digest, options) in enumerate(digests):
+        if digest != digests[0][0]:
+            raise RuntimeFailure(f"rank {rank} has another model, strategy or order than rank 0; expected the same on all ranks")
+        for name, first in digests[0][1].items():
+            if options[name] != first:
+                told = f"rank {rank} trains with {name} {options[name]}, rank 0 with {first}"
+                raise RuntimeFailure(f"{told}; expected the same on all ranks")
 
 
 class Trainer:

@@ -17,7 +17,7 @@ from soap.search.record import Recorder
 from soap.search.space import Space
 from soap.search.starts import BASELINE, INITIAL, Start, check_start, different, reference_strategies, starting_strategies
 from soap.strategy.config import Strategy
-from soap.strategy.named import is_simulated, saving_starts
+from soap.strategy.named import RECOMPUTE, is_simulated, saving_starts
 from soap.strategy.sync import in_one_partition
 
 NO_STARTS: Mapping[str, Callable[[], Strategy]] = MappingProxyType({})
@@ -32,7 +32,7 @@ def first_starts(
     space: Space, topology: Topology, options: SearchOptions, names: Sequence[str] | None, usual: Start
 ) -> dict[str, Strategy]:
     """Name -> strategy, in the order of evaluation: the starts for which no costs need to be known."""
-    saving = () if usual.fits else tuple(saving_starts(topology))
+    saving = () if usual.fits else [name for name in saving_starts(topology) if options.recompute is not False or RECOMPUTE not in name]
     strategies = starting_strategies(space.graph, topology, names, options.initial, options.seed, space.syncs, saving)
     strategies[BASELINE] = usual.strategy
     found = {name: inside(space, options, own) for name, own in strategies.items() if name == INITIAL or keeps_stages(space, own)}

@@ -4,12 +4,13 @@ How the budget of proposals is spent (evaluations of starts do not count):
 
 - Chains begin at the best distinct starts that fit into memory. The best start's chain gets half of the budget; the others share the rest.
   There is one chain for each ``TEMPERED_PROPOSALS`` (at most ``MAX_TEMPERED``).
-- Each chain spends ``DESCENT_SHARE`` of its part on ``soap.search.descent`` (at most ``DESCENT_PROPOSALS``), and goes on from there. The
-  chains are compiled, and run together (``soap.search.tempering``); an evaluator without costs for them (``soap.search.able``) has descents
-  alone, for the whole budget. Beta is relative to the cost at which the chain begins. The first chain's descent first tries reference
-  strategies that were no starts, such as data parallelism on fewer devices.
+- Each chain spends ``DESCENT_SHARE`` of its part on ``soap.search.descent`` (at most ``DESCENT_PROPOSALS``; nothing from a large start that
+  fits, as each proposal takes a second there), and goes on from there. The chains are compiled, and run together
+  (``soap.search.tempering``); an evaluator without costs for them (``soap.search.able``) has descents alone, for the whole budget. Beta is
+  relative to the cost at which the chain begins. The first chain's descent first tries reference strategies that were no starts, such as
+  data parallelism on fewer devices.
 - If data parallelism does not fit, parameters may be synchronized in the ways that save memory (``sync.SAVING_MEMORY``), unless the options
-  say which ways are allowed; then mixtures that save memory are starts as well.
+  say which ways are allowed; then mixtures that save memory are the first starts, and what certainly lacks memory is none.
 - If no start fits, hosts may keep optimizer states (``soap.search.offloading``), and starts that do so are evaluated as well.
 - If still no start fits, the best one descends until something fits, for the whole budget if need be.
 - Where memory binds, that is if a start that does not fit is faster than those that do, operators may be recomputed
@@ -34,6 +35,7 @@ from typing import Any, cast
 
 from tqdm import tqdm
 
+from soap import collector
 from soap.cluster.topology import Topology
 from soap.errors import StrategyError
 from soap.model.graph import OperatorGraph
@@ -44,12 +46,11 @@ from soap.search.allowed_space import allowed_space, allowed_syncs
 from soap.search.constraints import out_of_stage
 from soap.search.descent import adopt, propose_descent
 from soap.search.infeasible import infeasible, nothing_fits_yet
-from soap.search.metropolis import Evaluator
+from soap.search.metropolis import Evaluator, Proposal
 from soap.search.options import SearchOptions
 from soap.search.pipeline_moves import pipeline_moves
 from soap.search.pipelining import is_cut, is_legal, keeps_stages, space_of
 from soap.search.polish import MAX_POLISHED, polish_best
-from soap.search.proposals import Proposal
 from soap.search.record import Recorder, SearchResult
 from soap.search.space import Space
 from soap.search.starts import (
@@ -58,7 +59,7 @@ from soap.search.starts import (
     evaluated,
     starts_of_chains,
 )
-from soap.simulator.simulate import is_played
+from soap.simulator.simulate import is_large, is_played
 from soap.strategy.config import Strategy
 from soap.strategy.named import PIPELINE, named
 from soap.time_limit import TimeIsUp, TimeLimit
@@ -112,13 +113,14 @@ def search(
 
     def evaluate(name: str, strategy: Strategy) -> None:
         fitted = recorder.fits
+        bar.set_description(f"start {len(recorder.starts) + 1}: {name}")
         recorder.start(evaluated(evaluator, name, strategy))
         if recorder.fits and not fitted:
             within.enter_context(until)
         _heed(ended)
 
     bar: tqdm[Any] = tqdm(total=options.budget, unit="proposal", disable=None if progress else True)
-    with bar:
+    with bar, collector.seldom():
         try:
             with whole, within:
                 if recorder.fits:
@@ -132,6 +134,7 @@ def search(
                     raise StrategyError(out_of_stage(space, baseline) or "no start")
                 _Run(space, topology, evaluator, recorder, options, bar, ended).everything()
                 if (around := space_of(space, recorder.best)) is not None:
+                    bar.set_description("polishing")
                     polish_best(recorder, around, evaluator, polish_up_to, lambda: _heed(ended))
         except (KeyboardInterrupt, Exception) as error:
             if not (isinstance(error, KeyboardInterrupt) or ended()):  # libraries may turn an interrupt into an error of their own
@@ -207,6 +210,7 @@ class _Run:
 
     def everything(self) -> None:
         """Run all descents and chains, until the budget is spent."""
+        self.bar.set_description("proposals")
         self._show()
         first, budget = self.recorder.best, self.options.budget
         assert first is not None
@@ -242,7 +246,8 @@ class _Run:
     def _chains(self, starts: Sequence[Start], budget: int) -> None:
         """Descents and chains from the best of these starts."""
         able = self._able
-        chosen = starts_of_chains(starts, min(MAX_TEMPERED, max(1, budget // TEMPERED_PROPOSALS)))
+        count = min(MAX_TEMPERED, max(1, budget // TEMPERED_PROPOSALS))
+        chosen = starts_of_chains(starts, count, sum(self.topology.memory_limits))
         if not chosen:
             return
         evaluated = [start.strategy for start in self.recorder.starts]
@@ -251,7 +256,7 @@ class _Run:
         for start, part in zip(chosen, chain_budgets(budget, len(chosen)), strict=True):
             rng = random.Random(f"{self.options.seed} {start.name}")
             allowance = Allowance(part, self.options.patience)
-            share = part if able is None else min(int(part * DESCENT_SHARE), DESCENT_PROPOSALS)
+            share = part if able is None else min(int(part * DESCENT_SHARE), 0 if is_large(start.strategy) else DESCENT_PROPOSALS)
             low = self._descend(rng, start, openings, share, allowance)
             openings = []
             if low.fits:

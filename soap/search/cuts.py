@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple, Protocol
 
 from soap.search.alignment import Edge, aligned_with
-from soap.search.proposals import changed
+from soap.search.metropolis import changed
 from soap.search.space import Space
 from soap.strategy.config import OpConfig, Strategy
 

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from soap.search.alignment import aligned_with
-from soap.search.proposals import Proposal, changed
+from soap.search.metropolis import Proposal, changed
 from soap.search.space import MOST_PREFETCHED, Space
 from soap.strategy.config import OpConfig, Strategy
 from soap.strategy.kept import mark_of, with_each_mark

@@ -10,10 +10,13 @@ from soap.model.graph import OperatorGraph
 from soap.plan.memory_kinds import MemoryKind
 from soap.search.metropolis import Evaluator
 from soap.search.record import Recorder
+from soap.search.starts import Start
+from soap.simulator.folded import FoldedSimulation
 from soap.simulator.simulate import Simulation, tile_count
 from soap.strategy.config import Strategy
 from soap.units import format_bytes
 
+Outcome = Simulation | FoldedSimulation
 MOST_TILES = 2**14
 """So many tiles are played in a few seconds."""
 SHRINKING = {
@@ -30,20 +33,22 @@ SHRINKING = {
 def infeasible(graph: OperatorGraph, topology: Topology, evaluator: Evaluator, recorder: Recorder, *, saving: bool) -> InfeasibleError:
     """The error of a search that found nothing that fits: what is lacking at least, and the ways out. ``saving``: whether it has tried to
     share optimizer states."""
-    best, run = recorder.best, getattr(evaluator, "run", None)
+    best, closest = recorder.best, min(recorder.starts, key=lambda start: start.score)
     assert best is not None
-    if run is None:
+    played: Callable[[Strategy], Outcome | None] = getattr(evaluator, "outcome", lambda strategy: None)
+    simulation, of_start = played(best.strategy), played(closest.strategy)
+    if simulation is None or of_start is None:
         available_bytes, lacking = sum(topology.memory_limits), format_bytes(best.overflow_bytes)
-        need, rest = f"{lacking} more needed than the {format_bytes(available_bytes)} available on {topology.device_count} devices", ""
+        need = f"{lacking} more needed than the {format_bytes(available_bytes)} available on {topology.device_count} devices"
+        rest = f": {_each(topology, best)}"
     else:
-        closest, simulation = min(recorder.starts, key=lambda start: start.score), run(best.strategy)
         need, rest = _lacking(topology, simulation), _made_of(topology, simulation)
         if closest.strategy != best.strategy:
-            _, start_bytes = _fullest(topology, run(closest.strategy))
+            _, start_bytes = _fullest(topology, of_start)
             rest = f" (of the starts {closest.name}, with {format_bytes(start_bytes)}){rest}"
         else:
             rest = f": {closest.name}{rest}"
-        rest += _least(topology, recorder, run, _fullest(topology, run(best.strategy))[1])
+        rest += _least(topology, recorder, played, _fullest(topology, simulation)[1])
     ways = ["more devices or devices with more memory", "a smaller batch", "an optimizer that keeps fewer states"]
     ways += [] if saving else [f"{asked('syncs')} zero or fsdp, by which devices share states or values"]
     ways += [f"a larger {asked('budget')}", *([f"a larger {asked('memory_budget')}"] if topology.limits else [])]
@@ -60,11 +65,17 @@ def nothing_fits_yet(graph: OperatorGraph, topology: Topology, recorder: Recorde
     tried = f"{len(recorder.starts)} starts and {len(recorder.rows)} proposals"
     return InfeasibleError(
         f"the search was ended after {tried}, before a plan was found by which model {graph.name!r} fits into the memory of cluster "
-        f"{topology.name!r}: the closest, {best.name}, lacks {format_bytes(best.overflow_bytes)} in all; expected more time, or more memory"
+        f"{topology.name!r}: the closest, {_each(topology, best)}; expected more time, or more memory"
     )
 
 
-def _least(topology: Topology, recorder: Recorder, run: Callable[[Strategy], Simulation], closest_bytes: int) -> str:
+def _each(topology: Topology, start: Start) -> str:
+    """What a start lacks, in words."""
+    each_bytes = -(-start.overflow_bytes // topology.device_count)
+    return f"{start.name}, lacks {format_bytes(start.overflow_bytes)} in all, {format_bytes(each_bytes)} a device"
+
+
+def _least(topology: Topology, recorder: Recorder, played: Callable[[Strategy], Outcome | None], closest_bytes: int) -> str:
     """With a memory budget, which may be changed: the start whose fullest device needs least, if that is less than in the closest plan,
     which lacks least in all: that may all be on one device."""
     if not topology.limits:
@@ -74,12 +85,13 @@ def _least(topology: Topology, recorder: Recorder, run: Callable[[Strategy], Sim
         left -= tile_count(start.strategy)
         if left < 0:
             break
-        needed.append((max(run(start.strategy).peak_bytes), start.name))
+        if (outcome := played(start.strategy)) is not None:
+            needed.append((max(outcome.peak_bytes), start.name))
     least_bytes, name = min(needed, default=(closest_bytes, ""))
     return f"; with {name} no device needs more than {format_bytes(least_bytes)}" if least_bytes < closest_bytes else ""
 
 
-def _lacking(topology: Topology, simulation: Simulation) -> str:
+def _lacking(topology: Topology, simulation: Outcome) -> str:
     """Memory that is needed and available, on the device or the host that lacks most."""
     number, needed_bytes = _fullest(topology, simulation)
     available_bytes, limited = topology.memory_limits[number], f" by {asked('memory_budget')}" if topology.limits else ""
@@ -92,7 +104,7 @@ def _lacking(topology: Topology, simulation: Simulation) -> str:
     return f"what servers keep and devices offload on {name} needs {need}"
 
 
-def _made_of(topology: Topology, simulation: Simulation) -> str:
+def _made_of(topology: Topology, simulation: Outcome) -> str:
     """What most of the fullest device's peak is held for."""
     number, _ = _fullest(topology, simulation)
     size, kind = max((size, kind) for kind, size in simulation.peak_by_kind[number].items() if kind in {*MemoryKind})
@@ -105,7 +117,7 @@ def shrinking(kind: MemoryKind) -> str:
     return SHRINKING.get(kind, "").format(syncs=asked("syncs"))
 
 
-def _fullest(topology: Topology, simulation: Simulation) -> tuple[int, int]:
+def _fullest(topology: Topology, simulation: Outcome) -> tuple[int, int]:
     """The device that lacks most, and the bytes that it needs."""
     pairs = zip(simulation.peak_bytes, topology.memory_limits, strict=True)
     number, (needed_bytes, _) = max(enumerate(pairs), key=lambda own: own[1][0] - own[1][1])

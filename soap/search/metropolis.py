@@ -13,9 +13,30 @@ start's cost is accepted with probability 1/e.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
-from soap.strategy.config import Strategy
+from soap.strategy.config import OpConfig, Strategy
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """A proposed strategy; ``operators`` names what was changed (operators, or parameters if their synchronization changes; for the
+    prefetch the first gathered parameter stands)."""
+
+    strategy: Strategy
+    move: str
+    operators: tuple[str, ...]
+
+
+def changed(strategy: Strategy, placements: Mapping[str, OpConfig]) -> dict[str, OpConfig]:
+    """The operators that ``placements`` splits or places anew, as changed. Every move ends here: it chooses how operators are split and
+    where they run, and the rest of a configuration stays."""
+    old = strategy.operators
+    new = {name: old[name].placed_like(config) for name, config in placements.items()}
+    return {name: config for name, config in new.items() if config is not old[name]}
+
 
 DEFAULT_BETA = 1000.0
 """FlexFlow's published simulator uses 5 per millisecond, which is this for an iteration of 200 ms."""

@@ -14,7 +14,7 @@ from soap.model.batch import sample_factor
 from soap.model.graph import OperatorGraph
 from soap.model.micro_batches import MicroBatches
 from soap.schedules.named import SCHEDULES, NamedSchedule, parse
-from soap.search.proposals import Proposal
+from soap.search.metropolis import Proposal
 from soap.strategy.config import OpConfig, Strategy
 from soap.strategy.grids import shared
 from soap.strategy.stages import SETTLED, chunks_of, devices_of_stages, stages_of, stages_of_chunks

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from soap.plan.compression.training import PLAIN
 from soap.search import cuts
-from soap.search.metropolis import Evaluator
-from soap.search.proposals import Proposal, changed
+from soap.search.metropolis import Evaluator, Proposal, changed
 from soap.search.record import Recorder
 from soap.search.space import Space
 from soap.strategy.config import OpConfig, Strategy, SyncConfig

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import cast
 
-from soap.cluster.topology import Topology
+from soap.cluster.topology import DeviceType, Topology
 from soap.model.graph import OperatorGraph
-from soap.plan.tiling import made_bytes, tiles_of
+from soap.plan.tiling import Tile, made_bytes, tiles_of
 from soap.search.metropolis import Evaluator
 from soap.search.space import Marked, Space
 from soap.search.starts import Start, are_allowed, memory_binds
@@ -76,17 +76,24 @@ def _figures(
     kept, times = [0] * topology.device_count, [0] * topology.device_count
     for name, level in levels.items():
         position = graph.index[name]
-        op = graph.operators[position]
+        known: dict[tuple[str, tuple[int, ...]], tuple[int, int]] = {}  # of tiles of equal lengths on devices of a type
         for tile in tiles_of(graph, position, strategy.operators[name]):
-            own = kept_share(graph, op, tile.intervals)
             kind = topology.devices[tile.device].type
-            if level == LIGHT:
-                kept[tile.device] += max(0, own - product_share(graph, op, tile.intervals))
-                times[tile.device] += light_ns(costs, graph, tile, kind)
-            else:
-                kept[tile.device] += own + sum(made_bytes(graph, op, tile, k) for k in range(len(op.outputs)))
-                times[tile.device] += costs.forward_ns(graph, tile, kind)
+            key = kind.name, tuple([stop - start for start, stop in tile.intervals])
+            if key not in known:
+                known[key] = _tile_figures(graph, tile, kind, level, costs)
+            kept[tile.device] += known[key][0]
+            times[tile.device] += known[key][1]
     return max(kept), max(times)
+
+
+def _tile_figures(graph: OperatorGraph, tile: Tile, kind: DeviceType, level: int, costs: CostModel) -> tuple[int, int]:
+    """``_figures`` of one tile."""
+    op = graph.operators[tile.operator]
+    own = kept_share(graph, op, tile.intervals)
+    if level == LIGHT:
+        return max(0, own - product_share(graph, op, tile.intervals)), light_ns(costs, graph, tile, kind)
+    return own + sum(made_bytes(graph, op, tile, k) for k in range(len(op.outputs))), costs.forward_ns(graph, tile, kind)
 
 
 def recomputing_starts(
@@ -100,8 +107,7 @@ def recomputing_starts(
     found = {name: make(graph, topology) for name, make in STARTS.items()}
     budgeted: dict[str, Budgeted] = {}
     for name in (SAVING_MOST_FOR_LITTLE, MOST_SAVING):  # the last resorts of those that leave operators where they are
-        saving = named(name, graph, topology)
-        if are_allowed(saving.parameters, space.syncs):
+        if name not in {start.name for start in starts} and are_allowed((saving := named(name, graph, topology)).parameters, space.syncs):
             found[name] = saving
     if costs is not None:
         judge = judge_of(evaluator)

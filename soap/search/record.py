@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
-from soap.search.proposals import Proposal
+from soap.search.metropolis import Proposal
 from soap.search.starts import BASELINE, Start
 from soap.strategy.config import Strategy
 

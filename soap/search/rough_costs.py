@@ -153,18 +153,20 @@ class RoughCosts:
         self, operand: Operand, output: int, number: int, sources: Sequence[Laid], readers: Sequence[Laid]
     ) -> Floats:
         """``edge_seconds`` of each pair, [source, reader]."""
-        from soap.search.compiled.transfers import busiest_readers_seconds  # imported here: it imports numba
+        from soap.search.compiled.transfers import Edges, busiest_readers_seconds
+        from soap.simulator.compiled.handles import handle
 
         tensor = self.graph.tensors[operand.tensor]
         latency, per_byte = self.routes
         boxes, reads = [own.cut.boxes[output] for own in sources], [own.cut.reads[number] for own in readers]
         devices = np.concatenate([own.devices for own in readers])
         seconds = np.zeros((len(sources), len(readers)))
-        busiest_readers_seconds(
+        edges = Edges(
             _pointers(boxes), np.concatenate([own.holders for own in sources]), np.concatenate(boxes),
             _pointers(reads), devices, np.concatenate(reads),
-            self._nearest, latency, per_byte, tensor.itemsize, self._moved, seconds,
+            self._nearest, latency, per_byte, self._moved, seconds,
         )  # fmt: skip
+        busiest_readers_seconds(handle(edges), tensor.itemsize)
         return 2 * seconds if tensor.requires_grad else seconds
 
 

@@ -13,9 +13,10 @@ from soap.errors import StrategyError, did_you_mean
 from soap.model.batch import sample_factor
 from soap.model.graph import OperatorGraph
 from soap.search.metropolis import Evaluator
+from soap.simulator.memory.certain import certainly_lacks
 from soap.strategy.classical import CLASSICAL, NAMED, SYNCHRONIZED, random_strategy, uniform_config
 from soap.strategy.config import Strategy, SyncConfig, settled
-from soap.strategy.named import JOIN, SIMULATED, check_name, forms, named
+from soap.strategy.named import JOIN, SHARING, SIMULATED, check_name, forms, named
 
 BASELINE = "data_parallel"
 """The start that is always evaluated, since every result is compared with it."""
@@ -61,22 +62,24 @@ def starting_strategies(
     syncs: Mapping[str, Sequence[SyncConfig]] = MappingProxyType({}),
     saving: Sequence[str] = (),
 ) -> dict[str, Strategy]:
-    """Name -> strategy in the order of evaluation: data parallelism, then ``names``, then ``initial``. If no names are given: all
-    classical ones, those that synchronize parameters in the other ways that ``syncs`` allows (``sync.sync_choices``), and ``saving``, of
-    which those that differ from others and that ``syncs`` allows."""
-    wanted = [*CLASSICAL, *_synchronized(graph, topology, syncs)] if names is None else list(names)
+    """Name -> strategy in the order of evaluation: data parallelism, then ``names``, then ``initial``. If no names are given: ``saving``,
+    as far as ``syncs`` allows it, all classical ones, and those that synchronize parameters in the other ways that ``syncs`` allows
+    (``sync.sync_choices``); of equal ones the first. Where data parallelism does not fit, so that there are some that are ``saving``,
+    without those that certainly lack memory; but with those that share parameters, as others are made of them."""
+    wanted = [*saving, *CLASSICAL, *_synchronized(graph, topology, syncs)] if names is None else list(names)
     for name in wanted:
         check_start(name)
     found: dict[str, Strategy] = {}
     for name in dict.fromkeys((BASELINE, *wanted)):
         if name == RANDOM:
             found[name] = random_strategy(graph, topology, random.Random(f"{seed} {RANDOM}"))
-        else:
-            found[name] = named(name, graph, topology)
-    for name in saving if names is None else ():
+            continue
         strategy = named(name, graph, topology)
-        if name not in found and strategy not in found.values() and are_allowed(strategy.parameters, syncs):
-            found[name] = strategy
+        if names is None and name in saving and (strategy in found.values() or not are_allowed(strategy.parameters, syncs)):
+            continue
+        if names is None and saving and name not in (BASELINE, *SHARING) and certainly_lacks(graph, topology, strategy):
+            continue
+        found[name] = strategy
     if initial is not None:
         initial.validate(graph, topology.device_count)
         found[INITIAL] = initial
@@ -142,11 +145,13 @@ def memory_binds(starts: Sequence[Start]) -> bool:
     return any(not start.fits and start.cost_ns < best_ns for start in starts)
 
 
-def starts_of_chains(starts: Sequence[Start], count: int) -> list[Start]:
+def starts_of_chains(starts: Sequence[Start], count: int, available_bytes: float = inf) -> list[Start]:
     """The best ``count`` starts that fit; if none does, the one that lacks least, whose descent looks for memory first. Where memory binds
-    that one is among them in any case: what saves most may fit, and be far from what is fast and nearly fits."""
+    that one is among them in any case: what saves most may fit, and be far from what is fast and nearly fits. But not if it lacks more than
+    there is (``available_bytes``), and something fits."""
     fit, lacking = (_best([start for start in starts if start.fits == fits]) for fits in (True, False))
-    return [*fit[: count - 1], *lacking[:1]] if memory_binds(starts) else fit[:count]
+    near = [start for start in lacking[:1] if not fit or start.overflow_bytes <= available_bytes]
+    return [*fit[: count - len(near)], *near] if memory_binds(starts) else fit[:count]
 
 
 def _best(starts: Sequence[Start]) -> list[Start]:

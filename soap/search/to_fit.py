@@ -14,6 +14,7 @@ from typing import NamedTuple, cast
 from soap.search.able import Able
 from soap.search.metropolis import Evaluator
 from soap.search.starts import Start
+from soap.simulator.simulate import is_large
 from soap.strategy.config import Strategy
 from soap.strategy.recomputation import LIGHT
 
@@ -140,15 +141,16 @@ def fewest(
 
 def bases_of(starts: Sequence[Start], evaluator: Evaluator, all_of: Callable[[Strategy], Strategy]) -> Iterator[Start]:
     """The fastest ``MOST_BASES`` starts that do not fit, are faster than all that do, and may fit with all of their runs changed
-    (``all_of``): what lacks memory even then, certainly or by an estimate, is no base."""
+    (``all_of``): what lacks memory even then, certainly or by an estimate, is no base. One alone if they are large."""
     able, count = cast(Able, evaluator), 0
     best_ns = min((start.cost_ns for start in starts if start.fits), default=inf)
     lacking = [start for start in starts if not start.fits and start.cost_ns < best_ns]
     for start in sorted(lacking, key=lambda start: start.cost_ns):
         whole = all_of(start.strategy)
         evaluator.makespan_ns(whole)  # then the bound knows the strategy
-        if able.least_overflow_bytes(whole) == 0 and not hardly_fits(able.estimated_share(whole)):
+        share = able.estimated_share(whole)
+        if able.least_overflow_bytes(whole) == 0 and not hardly_fits(share) and (share is not None or able.peak_share(whole) <= 1):
             yield start
             count += 1
-        if count == MOST_BASES:
+        if count == (1 if is_large(start.strategy) else MOST_BASES):
             return

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from math import prod
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 
@@ -16,32 +17,128 @@ from soap.plan.pass_order import PassOrder
 from soap.plan.scheduling import Orders
 from soap.simulator.communication.offloading import names_behind_links
 from soap.simulator.communication.prices import Communication
-from soap.simulator.compiled.change import KEEP, Edit, make_edit, make_undo
+from soap.simulator.compiled.change import KEEP, PREFETCH, REPLACED_OPERATORS, Edit, make_edit, make_undo
 from soap.simulator.compiled.communication import MISSING
 from soap.simulator.compiled.draws import NO_DRAWING, Drawing
 from soap.simulator.compiled.evaluate import confirm, evaluate, take_back
 from soap.simulator.compiled.events import NO_BOUND, STOPPED, keep_order, simulate_all
 from soap.simulator.compiled.fetches import UNCOVERED
 from soap.simulator.compiled.graph_arrays import Ints
+from soap.simulator.compiled.groups import DeviceGroups
 from soap.simulator.compiled.handles import handle
 from soap.simulator.compiled.history import complete, make_history, retrace
-from soap.simulator.compiled.pass_order import pass_tables
+from soap.simulator.compiled.lists import missing_entry
+from soap.simulator.compiled.pass_order import pass_tables, repeated
 from soap.simulator.compiled.played import PlayedTask, PlayedTasks, all_tasks, each_task
-from soap.simulator.compiled.rebuild import lower_all
+from soap.simulator.compiled.rebuild import Held, lower_all
 from soap.simulator.compiled.scratch import FULL, make_scratch
-from soap.simulator.compiled.state import ARENA, SLOTS, State, make_state
+from soap.simulator.compiled.shards import Geometries
+from soap.simulator.compiled.state import ARENA, SLOTS, Groups, ShardTables, State, SyncTemplates, make_state
 from soap.simulator.compiled.task_keys import STATE_FULL
+from soap.simulator.compiled.templates import Templates
 from soap.simulator.compiled.trial import Trial, make_trial
+from soap.simulator.compiled.variants import Variants, VariantTables
 from soap.simulator.compiled.world import World
 from soap.simulator.costs import CostModel
 from soap.simulator.draws import Draws
-from soap.simulator.edits import held_arrays, read_config, write_edit
-from soap.simulator.engine_tables import EngineTables
 from soap.simulator.shared import Shared
-from soap.simulator.task_ids import UNNUMBERED, unnumbered
+from soap.simulator.tasks import UNNUMBERED, unnumbered
 from soap.strategy.config import NOTHING, OpConfig, Strategy, SyncConfig, check_config, check_parts
-from soap.strategy.kept import require_kept
+from soap.strategy.kept import mark_of, require_kept, with_mark
+from soap.strategy.shares import Shares
 from soap.strategy.stages import require_stages
+
+
+class Tables(NamedTuple):
+    """Parts of the world (``compiled.world``)."""
+
+    variants: VariantTables
+    shards: ShardTables
+    groups: Groups
+    templates: SyncTemplates
+
+
+class EngineTables:
+    """The tables of one engine."""
+
+    def __init__(self, shared: Shared, draws: Draws | None) -> None:
+        cuts, topology = shared.cuts, shared.topology
+        self.variants = Variants(cuts, Geometries(shared.graph, topology, cuts.types, shared.costs, shared.training, shared.codes), draws)
+        self._groups = DeviceGroups(shared.communication, shared.cluster_tables)
+        self._templates = Templates(shared.graph, topology, shared.codes, self._groups)
+        self._given = cast(Tables, (None,) * len(Tables._fields))
+        self._known = -1
+
+    def groups(self) -> Groups:
+        """The sets of devices."""
+        return self._groups.arrays()
+
+    def has_new_variants(self) -> bool:
+        """Whether some were made since ``renewed`` was called."""
+        return len(self.variants.made) > self._known
+
+    def renewed(self) -> dict[str, NamedTuple]:
+        """Name -> part of the world, of those that are others than when this was called before."""
+        self._known = len(self.variants.made)
+        tables = self.variants.arrays(), self.variants.geometries.arrays(), self._groups.arrays(), self._templates.arrays()
+        before, self._given = self._given, Tables(*tables)
+        names = [name for name, known, own in zip(Tables._fields, before, self._given, strict=True) if own is not known]
+        return {name: getattr(self._given, name) for name in names}
+
+    def find_missing(self) -> None:
+        """Make what compiled code has not found."""
+        _, shards, groups, templates = self._given
+        if groups.sets.missing[0]:
+            self._groups.add(missing_entry(groups.sets))
+        elif templates.known.missing[0]:
+            self._templates.add(missing_entry(templates.known))
+        elif shards.tied.missing[0]:
+            self.variants.tie(missing_entry(shards.tied))
+        elif shards.price.missing[0]:
+            self.variants.geometries.price(missing_entry(shards.price))
+        elif shards.compressed.missing[0]:
+            self.variants.geometries.compress(missing_entry(shards.compressed))
+
+
+def read_config(held: OpConfig, split: tuple[tuple[int, ...], Shares], devices: Ints, replicas: int, mark: int) -> OpConfig:
+    """The configuration that arrays hold: ``held``, but for ``split`` (degrees, shares), replicas, mark (unless ``KEEP``) and ``devices``,
+    of one micro-batch or of all."""
+    degrees, shares = split
+    own = devices.reshape(replicas, -1, prod(degrees))[:, 0].ravel().tolist()
+    placed = held.placed(degrees, tuple(own), replicas, shares)
+    return placed if mark == KEEP else with_mark(placed, mark)
+
+
+def write_edit(
+    edit: Edit,
+    positions: Sequence[int],
+    variants: Sequence[int],
+    configs: Sequence[OpConfig],
+    numbers: Sequence[int],
+    codes: Sequence[int],
+    prefetch: int,
+) -> None:
+    """Make ``edit``, which has room for it, an edit of the operators at ``positions``, the parameters ``numbers`` and the prefetch."""
+    devices = [device for config in configs for device in config.devices]
+    count = len(positions)
+    edit.count[:REPLACED_OPERATORS] = count, len(devices), len(numbers)
+    edit.count[PREFETCH] = prefetch
+    edit.operator[:count], edit.variant[:count] = positions, variants
+    edit.replicas[:count] = [config.replicas for config in configs]
+    edit.marked[:count] = [mark_of(config) for config in configs]
+    edit.dev_ptr[1 : count + 1] = np.cumsum([len(config.devices) for config in configs])
+    edit.dev[: len(devices)] = devices
+    edit.parameter[: len(numbers)], edit.sync[: len(numbers)] = numbers, codes
+
+
+def held_arrays(variants: Variants, configs: Sequence[OpConfig]) -> tuple[Ints, Ints, Ints, Ints]:
+    """All operators' configurations as ``lower_all`` takes them: variants, replicas, devices of all tiles, and marks."""
+    numbers = [variants.number(i, config.degrees, config.shares) for i, config in enumerate(configs)]
+    replicas, marked = [config.replicas for config in configs], [mark_of(config) for config in configs]
+    parts = variants.micro_batches.parts
+    devices = [device for i, config in enumerate(configs) for device in repeated(config, parts(i))]
+    return np.array(numbers, np.int32), np.array(replicas, np.int32), np.array(devices, np.int32), np.array(marked, np.int32)
+
 
 Result = TypeVar("Result")
 Handles = tuple[World, Trial, Trial, Edit]
@@ -311,7 +408,7 @@ class Engine:
 
     def _lower_all(self, *held: Ints) -> None:
         self.state.sync[: len(self._codes)], self.state.prefetch[0] = self._codes, self._loaded.prefetch
-        lower_all(self.world, *held)
+        lower_all(self.world, handle(Held(*held)))
 
     def _renew_state(self) -> None:
         """Drop the old blocks of accepted changes; if there are none, grow. Then lower and simulate again."""

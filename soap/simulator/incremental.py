@@ -6,15 +6,14 @@ from collections import OrderedDict
 from collections.abc import Hashable
 
 from soap.plan.compression.training import PlannedTraining
-from soap.simulator.compiled.evaluate import evaluate
-from soap.simulator.compiled.jit import is_compiled
+from soap.simulator.compiled.machine_code import ENGINE
 from soap.simulator.compiled.memory_tables import FITS, UNLIKELY
-from soap.simulator.compiled.rebuild import lower_all
 from soap.simulator.costs import CostModel
 from soap.simulator.drawn_engine import make_engine
 from soap.simulator.drawn_times import replayed_times_ns
 from soap.simulator.draws import Draws, cost_ns
 from soap.simulator.engine import Engine
+from soap.simulator.folded import FoldedSimulation
 from soap.simulator.folded_bound import most_overflow_bytes
 from soap.simulator.folded_prices import FoldedCosts
 from soap.simulator.folding import Folding
@@ -57,8 +56,8 @@ class IncrementalSimulator:
 
     @staticmethod
     def begins_at_once() -> bool:
-        """False if the simulator must be compiled first, which takes about half a minute."""
-        return is_compiled(lower_all) and is_compiled(evaluate)
+        """False if the simulator must be compiled first."""
+        return ENGINE.is_made
 
     @property
     def engine_costs(self) -> CostModel:
@@ -169,9 +168,12 @@ class IncrementalSimulator:
         """A lower bound of the bytes that the devices lack; 0 unless this is the last strategy whose time was asked for."""
         return max((holder.least_overflow_bytes(strategy) for holder in self._engines), default=0)
 
-    def run(self, strategy: Strategy) -> Simulation:
-        """The full outcome."""
-        return self._simulator.run(strategy)
+    def outcome(self, strategy: Strategy) -> Simulation | FoldedSimulation | None:
+        """The full outcome, folded if the strategy is large; None if it then cannot be folded: to play all of it takes minutes."""
+        if not is_large(strategy):
+            return self._simulator.run(strategy)
+        folded = self._simulator.run_folded(strategy)
+        return None if isinstance(folded, str) else folded
 
     def engine_for(self, strategy: Strategy) -> Engine | None:
         """An engine of its own that holds this strategy, simulated; None if the strategy is so large that it is folded."""

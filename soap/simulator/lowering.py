@@ -8,7 +8,7 @@ to last, backward last to first, synchronization, update.
 Order in the runtime. ``reference.execution_order`` gives one total order of all tiles forward, and one backward. Every rank follows it for
 its own tiles (except that tiles that wait for no other run right before their first readers: ``program``).
 
-- Forward: where devices have their own labels alone, these are counted first (``plan.own_labels``). A tile waits for its fetches. After the
+- Forward: where devices have their own labels alone, these are counted first (``plan.samples``). A tile waits for its fetches. After the
   last tile of a group comes the group's reduction. A message leaves as soon as its pieces are ready; an exchange takes place as soon as all
   its pieces are.
 - A second run (``second_runs``) comes when the backward pass first needs what it makes, and so does what was offloaded.
@@ -33,7 +33,6 @@ from soap.cluster.topology import Topology
 from soap.model.regions import Box
 from soap.plan.division import weights_name
 from soap.plan.flows import box_bytes, exchange_rounds, partial_bytes, reduced_tensor, scatter_rounds
-from soap.plan.own_labels import COUNT_BYTES, count_name
 from soap.plan.pass_order import Pass
 from soap.plan.places import PlanPlaces
 from soap.plan.plan import (
@@ -53,6 +52,7 @@ from soap.plan.plan import (
     remote_parts,
 )
 from soap.plan.planning import PlanBuilder, build_plan
+from soap.plan.samples import COUNT_BYTES, count_name
 from soap.plan.tiling import Tile
 from soap.simulator.communication.prices import Communication
 from soap.simulator.communication.synchronizing import Synchronization

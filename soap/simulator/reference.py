@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from soap.cluster.topology import Topology
-from soap.plan.running.execution_order import ExecutionOrder
+from soap.plan.running.forward_order import ExecutionOrder
 from soap.simulator.tasks import Schedule, Task, TaskGraph, TaskKind
 
 
@@ -35,10 +35,11 @@ def simulate(tasks: TaskGraph) -> Schedule:
     return play(tasks.tasks, tasks.topology)
 
 
-def play(todo: Sequence[Task], topology: Topology) -> Schedule:
-    """The same of tasks that are no iteration's, predecessors first. Resources beyond those of ``Task`` may have any numbers."""
+def play(todo: Sequence[Task], topology: Topology, waits: Sequence[Sequence[int]] | None = None) -> Schedule:
+    """The same of tasks that are no iteration's. Resources beyond those of ``Task`` may have any numbers. ``waits``: by task, in
+    the place of its predecessors."""
     loop = Loop(topology)
-    loop.add(todo)
+    loop.add(todo, waits)
     loop.run()
     return loop.schedule()
 
@@ -75,8 +76,8 @@ class Loop:
         for device in devices:
             self._launched[device] = max(self._launched.get(device, 0), moment_ns)
 
-    def add(self, tasks: Sequence[Task]) -> None:
-        """More tasks, whose predecessors are positions among all that were added, these included."""
+    def add(self, tasks: Sequence[Task], waits: Sequence[Sequence[int]] | None = None) -> None:
+        """More tasks, whose predecessors are positions among all that were added, these included. ``waits``: as in ``play``."""
         first = len(self._todo)
         for task in tasks:
             self._todo.append(task)
@@ -86,7 +87,7 @@ class Loop:
             self._start.append(0)
             self._end.append(-1)
         for position, task in enumerate(tasks, first):
-            for predecessor in task.predecessors:
+            for predecessor in task.predecessors if waits is None else waits[position - first]:
                 if self._end[predecessor] < 0:
                     self._successors[predecessor].append(position)
                     self._waiting[position] += 1

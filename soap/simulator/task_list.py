@@ -12,8 +12,7 @@ from soap.plan.syncs.even_parts import Collective
 from soap.simulator.chunks import chunk_count, parts, shortest_chunk_ns
 from soap.simulator.communication.prices import Communication
 from soap.simulator.costs import nanoseconds
-from soap.simulator.task_ids import check_id
-from soap.simulator.tasks import Task, TaskKind
+from soap.simulator.tasks import Task, TaskKind, check_id
 
 FORWARD, BACKWARD, SYNC, UPDATE = range(4)
 """Phases, the first part of a task's id."""

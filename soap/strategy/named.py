@@ -189,9 +189,10 @@ def saving_names(topology: Topology) -> Iterator[str]:
 
 
 def saving_starts(topology: Topology) -> Iterator[str]:
-    """Names of the mixtures with which searches also begin where data parallelism does not fit: Megatron's groups of any width, with what
-    they share. Wide groups hold less and move more."""
+    """Names of the mixtures with which searches also begin where data parallelism does not fit, those first that save most: parameters in
+    parts and layers that run again, then Megatron's groups of any width, with what they share. Wide groups hold less and move more."""
     shared = [name for name in SHARING if name != HSDP or shares_in_hosts(topology)]
+    yield from (_joined(name, (RECOMPUTE,)) for name in shared if name != SHARING[0])
     yield from (_joined(base, (name,)) for base in reversed(_widths(MEGATRON, topology)) for name in shared)
 
 

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from soap.errors import StrategyError
 from soap.model.graph import KEEP_STATE, NEXT_STATE, RECURRENT_KINDS, Operator, OperatorGraph
+from soap.model.layers import layers_of
 from soap.model.micro_batches import MicroBatches
 
 if TYPE_CHECKING:
@@ -89,20 +90,21 @@ def runs_of(graph: OperatorGraph) -> tuple[tuple[str, ...], ...]:
     """Operators that are worth recomputing together, run by run in the order of the graph; each operator is in one run at most.
 
     A run ends where few bytes go on: at an operator behind which at most half as many bytes are still to be read as at most before it and
-    behind it, from the last and to the next such low (in a transformer, each addition to the residual stream). That operator is in no run:
-    so what it makes is kept, and the next run starts from there. Behind the last such place, lows need not be so deep: in convolutional
-    networks what goes on is nearly as wide as what blocks make inside, but all that they make inside is several times as much. There runs
-    end at those lows with which least is held (``_shallow_places``), without recurrent layers (``run_levels``). What follows the last end
-    is no run, as the backward pass needs it at once. Chen et al., "Training deep nets with sublinear memory cost", 2016, keep such values
-    alone.
+    behind it, from the last and to the next such low (in a transformer, each addition to the residual stream); of several in a repeated
+    layer, at the last one. That operator is in no run: so what it makes is kept, and the next run starts from there. Behind the last such
+    place, lows need not be so deep: in convolutional networks what goes on is nearly as wide as what blocks make inside, but all that they
+    make inside is several times as much. There runs end at those lows with which least is held (``_shallow_places``), without recurrent
+    layers (``run_levels``). What follows the last end is no run, as the backward pass needs it at once. Chen et al., "Training deep nets
+    with sublinear memory cost", 2016, keep such values alone.
     """
     return tuple(run for run, _ in _runs_and_light(graph))
 
 
 def run_levels(graph: OperatorGraph, extent: int) -> tuple[dict[str, int], ...]:
     """For each of ``runs_of`` the graph, how its operators are recomputed at an extent (``level_at``), and the operator at its end, if that
-    can keep what it makes and nothing else: ``LIGHT``, unless nothing is recomputed. Then the recurrent layers in none of them, each by
-    itself: what they keep inside is far more than what they read and make. They run again as wholes, or not at all."""
+    may run again: ``LIGHT``, so that it keeps what it makes and not what it reads, unless nothing is recomputed. Then the recurrent layers
+    in none of them, each by itself: what they keep inside is far more than what they read and make. They run again as wholes, or not at
+    all."""
     found = []
     for run, light in _runs_and_light(graph):
         levels = {name: level_at(graph.operators[graph.index[name]], extent) for name in run}
@@ -113,18 +115,17 @@ def run_levels(graph: OperatorGraph, extent: int) -> tuple[dict[str, int], ...]:
 
 
 def _runs_and_light(graph: OperatorGraph) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
-    """``runs_of``, each with those operators that keep what they make, if it is recomputed: the one at its end, if it gains by running
-    again, and others that make what is read behind a shallow end, as runs would go on across it else."""
+    """``runs_of``, each with those operators that keep what they make, if it is recomputed: the one at its end, and others that make what
+    is read behind a shallow end, as runs would go on across it else."""
     widths = _bytes_to_be_read(graph)
     own, found, current = repeatable(graph), list[tuple[tuple[str, ...], tuple[str, ...]]](), list[str]()
-    deep = _narrow_places(widths)
+    deep = _ends_of_layers(graph, _narrow_places(widths))
     last = max(deep, default=-1)
     shallow = _shallow_places(graph, widths, last + 1)
     for position, op in enumerate(graph.operators):
         if position in deep or position in shallow:
-            gains = op.name in own and (has_product(op) or position in shallow)
             before = [name for name in current if position in shallow and _last_reader(graph, name) > position]
-            found.append((tuple(current), (*before, op.name) if gains else tuple(before)))
+            found.append((tuple(current), (*before, op.name) if op.name in own else tuple(before)))
             current = []
         elif op.name in own and not (position > last and op.kind in RECURRENT_KINDS):
             current.append(op.name)
@@ -147,6 +148,13 @@ def _narrow_places(widths: Sequence[int]) -> set[int]:
     lows = _lows(widths)
     around = zip([0, *lows[:-1]], lows, [*lows[1:], len(widths)], strict=True) if lows else ()
     return {low for before, low, after in around if 2 * widths[low] <= min(max(widths[before:low]), max(widths[low + 1 : after]))}
+
+
+def _ends_of_layers(graph: OperatorGraph, places: Iterable[int]) -> set[int]:
+    """Those of these places that no other follows in the same repeated layer."""
+    layers, ordered = layers_of(graph), sorted(places)
+    followed = {place for place, after in pairwise(ordered) if layers[place] is not None and layers[place] == layers[after]}
+    return {*ordered} - followed
 
 
 def _shallow_places(graph: OperatorGraph, widths: Sequence[int], first: int) -> set[int]:

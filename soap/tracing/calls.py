@@ -7,7 +7,7 @@ asserts and no-op casts disappear (``forms``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -52,11 +52,12 @@ class Call:
     outputs: tuple[str, ...]
     path: str = ""
     origin: str = ""
+    operands: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    """Names of the tensor operands in order of appearance, repeated if repeated."""
 
-    @property
-    def operands(self) -> tuple[str, ...]:
-        """Names of the tensor operands in order of appearance, repeated if repeated."""
-        return tuple(ref.name for ref in walk((self.args, dict(self.kwargs))) if isinstance(ref, Ref))
+    def __post_init__(self) -> None:
+        names = tuple(ref.name for ref in walk((self.args, dict(self.kwargs))) if isinstance(ref, Ref))
+        object.__setattr__(self, "operands", names)
 
     @property
     def kind(self) -> str:
@@ -165,6 +166,26 @@ def on_whole(call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The call's result for whole tensors as arguments."""
     own = _VIEWS.get(call.target)  # copies that made memory contiguous, or wrote numbers out, were dropped
     return call.target(*args, **kwargs) if own is None else own(*args)
+
+
+def results_of(call: Call, values: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    """The outputs of a call by the values of its operands."""
+
+    def change(leaf: object) -> object:
+        return values[leaf.name] if isinstance(leaf, Ref) else leaf
+
+    result = on_whole(call, substitute(call.args, change), substitute(dict(call.kwargs), change))
+    return [t for t in (result if isinstance(result, (tuple, list)) else [result]) if isinstance(t, torch.Tensor)]
+
+
+def needed(calls: Sequence[Call], wanted: Collection[str]) -> list[Call]:
+    """The calls that these values depend on."""
+    values, kept = set(wanted), list[Call]()
+    for call in reversed(calls):
+        if not values.isdisjoint(call.outputs):
+            kept.append(call)
+            values.update(call.operands)
+    return kept[::-1]
 
 
 def as_complex(x: torch.Tensor) -> torch.Tensor:

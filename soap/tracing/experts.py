@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from soap.model.graph import DimMap
-from soap.tracing.calls import Call, Program, Ref, Value, argument, is_random, renamed
-from soap.tracing.fold import needed
+from soap.tracing.calls import Call, Program, Ref, Value, argument, is_random, needed, renamed
 from soap.tracing.rules import tiled
 from soap.tracing.rules.experts import expert_mm
 

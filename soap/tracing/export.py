@@ -6,8 +6,8 @@ import inspect
 import io
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,13 +16,13 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.module import register_module_buffer_registration_hook
 
 from soap.errors import ModelError, SoapWarning, first_line
 from soap.files import check_writable, write_bytes_atomically
 from soap.outputs import MODEL, check
 from soap.tracing.adapted import adapted
 from soap.tracing.assertions import passed_assertions, without_assertions
-from soap.tracing.assigned_buffers import assigned_buffers_followed
 from soap.tracing.containers import plain_arguments, plainly
 from soap.tracing.imports import import_all
 from soap.tracing.loss_output import which_loss
@@ -36,6 +36,50 @@ from soap.tracing.without_values import Room, tied_without_values
 
 if TYPE_CHECKING:
     from soap.tracing.execute import ExecutableModel
+
+
+@contextmanager
+def assigned_buffers_followed(module: nn.Module) -> Iterator[None]:
+    """Within this context each call of the module ends by copying what it has assigned to its submodules' buffers into these: a program
+    has such copies, and without them it would read the first values in all steps. ModelError in one line, of any buffer, if what is
+    assigned has another shape or type."""
+    paths = {id(own._buffers): f"{path}." if path else "" for path, own in module.named_modules()}
+    assigned: dict[tuple[int, str], tuple[nn.Module, str, torch.Tensor]] = {}
+    calls = 0
+
+    def note(own: nn.Module, name: str, value: Any) -> None:
+        before = own._buffers.get(name)
+        if not calls or id(own._buffers) not in paths or not isinstance(before, torch.Tensor) or not isinstance(value, torch.Tensor):
+            return
+        if (value.shape, value.dtype) != (before.shape, before.dtype):
+            found, kept = (f"{str(one.dtype).removeprefix('torch.')}{list(one.shape)}" for one in (value, before))
+            buffer = f"{paths[id(own._buffers)]}{name}"
+            raise ModelError(f"forward assigns buffer {buffer!r} a tensor {found}; expected {kept}, as it was: buffers keep their shape")
+        if own._buffers is not module._buffers:
+            assigned.setdefault((id(own._buffers), name), (own, name, before))
+
+    def begin(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+
+    def end(*_: Any) -> None:
+        nonlocal calls
+        calls -= 1
+        for own, name, before in assigned.values():
+            value = own._buffers[name]
+            own._buffers[name] = before
+            if value is not None and value is not before:
+                before.copy_(value.detach())
+        assigned.clear()
+
+    hooks = [register_module_buffer_registration_hook(note), module.register_forward_pre_hook(begin)]
+    hooks.append(module.register_forward_hook(end, always_call=True))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
 
 DROPPING, KEPT = "dropouts that drop nothing", "normalisations whose statistics stay"
 Judge = Callable[[ExportedProgram, "ExecutableModel"], ExportRecord]

@@ -6,6 +6,7 @@ from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from math import prod
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -16,9 +17,11 @@ from soap.model.regions import lengths, relative, whole
 from soap.plan.tiling import Tile, iteration_points, spatial_factors, tiles_of, windows
 from soap.simulator.memory.footprint import Use, costly_cuts, tile_bytes
 from soap.strategy.config import OpConfig
+from soap.tracing.calls import BufferRef, Ref, substitute
 from soap.tracing.execute import ExecutableModel
 from soap.tracing.given import given
 from soap.tracing.gradient_layout import spread, stolen
+from soap.tracing.layouts import Layout, layouts_of, like
 from soap.tracing.model import TileContext
 from soap.tracing.part_footprints import PartFootprints, Parts
 from soap.tracing.trial_device import as_on_gpus
@@ -43,19 +46,21 @@ def find_footprints(model: ExecutableModel, *, on_gpus: bool = False) -> tuple[d
     """(footprints, of parts of sums that are computed in a wider type), both by operator, on CPUs or on GPUs; operators that cannot be run
     so are left out.
 
-    The operators run one after the other, so that each gets its inputs laid out in memory as they will be. Equal ones are tried once.
+    The operators run one after the other, so that each gets its inputs laid out in memory as they will be. Equal ones run once and are
+    tried once, however many layers have them.
     """
     graph = model.graph
     found: dict[str, Footprints] = {}
     parts: dict[str, PartFootprints] = {}
     known: dict[Hashable, tuple[Footprints | None, PartFootprints]] = {}
+    laid: dict[Hashable, tuple[Layout, ...] | None] = {}
     with FakeTensorMode(allow_non_fake_inputs=True), as_on_gpus() if on_gpus else nullcontext():
         tensors = {name: torch.empty(t.shape, dtype=getattr(torch, t.dtype)) for name, t in graph.tensors.items()}
         context = TileContext(0, 0, {name: torch.empty(b.shape, dtype=b.dtype) for name, b in model.buffers.items()}, update_buffers=False)
         for position, op in enumerate(graph.operators):
             trials = _Trials(model, position, tensors, context)
             try:
-                results = trials.results()
+                results = trials.results(laid)
             except Exception:  # any error: an operator may ask for values
                 continue
             key = trials.key()
@@ -79,11 +84,35 @@ class _Trials:
         self._model, self._position, self._tensors, self._context = model, position, tensors, context
         self._graph, self._op = model.graph, model.graph.operators[position]
 
-    def results(self) -> tuple[torch.Tensor, ...]:
-        """Outputs of the whole operator, without autograd."""
+    def results(self, laid: dict[Hashable, tuple[Layout, ...] | None]) -> tuple[torch.Tensor, ...]:
+        """Outputs of the whole operator, without autograd. ``laid``: how those of operators that were run lie, by ``_calls``."""
+        operands, key = [self._tensors[o.tensor] for o in (*self._op.inputs, *self._op.parameters)], (self.key(), self._calls())
+        if (known := laid.get(key)) is not None:
+            return like(known, operands)
         tile = self._tile()
         with torch.no_grad():
-            return self._run(tile, self._regions(tile, cut=False))
+            results = self._run(tile, self._regions(tile, cut=False))
+        laid[key] = layouts_of(results, operands)
+        return results
+
+    def _calls(self) -> Hashable:
+        """All that decides how results lie beside ``key``: arguments, with values and buffers by what they are, not by their names; where
+        inputs lie in their memory, and which of them share it."""
+        program, numbers = self._model.programs[self._op.name], dict[str, int]()
+
+        def plain(leaf: Any) -> Any:
+            if isinstance(leaf, BufferRef):
+                return self._context.buffers[leaf.name].shape, self._context.buffers[leaf.name].dtype
+            return numbers.setdefault(leaf.name, len(numbers)) if isinstance(leaf, Ref) else leaf
+
+        for value, _ in (*program.inputs, *program.parameters):
+            numbers.setdefault(value, len(numbers))
+        calls = [(s.call.target, substitute((s.call.args, dict(s.call.kwargs)), plain), s.operands, s.outputs) for s in program.steps]
+        made = [[numbers.setdefault(value, len(numbers)) for value in s.call.outputs] for s in program.steps]
+        given = [self._tensors[o.tensor] for o in self._op.inputs]
+        memories = {tensor.untyped_storage()._cdata: place for place, tensor in reversed(list(enumerate(given)))}
+        places = [(memories[tensor.untyped_storage()._cdata], tensor.storage_offset()) for tensor in given]
+        return repr((calls, made, [numbers[value] for value in program.outputs], places))
 
     def key(self) -> Hashable:
         """All properties that decide how much memory the operator takes."""

@@ -25,6 +25,9 @@ class Fuser:
         self.groups: dict[int, Group] = {}
         self.maker: dict[str, int] = {}  # value -> group
         self.derived: dict[str, Group] = {}  # value -> the calls that make it from inputs, constants and parameters
+        self.makers: dict[int, set[int]] = {}  # group -> those that make what it reads
+        self.takers: dict[int, set[int]] = {}  # the other way round
+        self.depth: dict[int, int] = {}  # group -> at least one more than that of each of its makers
         self.readers: dict[str, int] = {}
         for call in program.calls:
             for name in call.operands:
@@ -50,10 +53,23 @@ class Fuser:
             if target is not None:
                 group = target[1]
                 number = target[0]
-            self.groups[number] = group
-            for name in group.made:
-                if name not in self.derived:
-                    self.maker[name] = number
+            self._place(number, group)
+
+    def _place(self, number: int, group: Group) -> None:
+        """Note a group that is new, or another one than before."""
+        self.groups[number] = group
+        self.maker.update((name, number) for name in group.made if name not in self.derived)
+        self.makers[number] = {maker for name in group.reads() if (maker := self.maker.get(name)) is not None}
+        for maker in self.makers[number]:
+            self.takers.setdefault(maker, set()).add(number)
+        self.depth[number] = max([self.depth.get(number, 0), *(self.depth[maker] + 1 for maker in self.makers[number])])
+        deeper = [number]
+        while deeper:
+            maker = deeper.pop()
+            for taker in self.takers.get(maker, ()):
+                if self.depth[taker] <= self.depth[maker]:
+                    self.depth[taker] = self.depth[maker] + 1
+                    deeper.append(taker)
 
     def _free(self, name: str) -> bool:
         return name not in self.maker
@@ -89,7 +105,7 @@ class Fuser:
             producer = self.groups[number]
             if producer.summed and not group.steps[-1].rule.linear:
                 continue
-            if any(number in self._ancestors(other) for o in group.reads() if (other := self.maker.get(o)) is not None and other != number):
+            if any(self._needs(other, number) for o in group.reads() if (other := self.maker.get(o)) is not None and other != number):
                 continue
             found = match(producer, group, producer.made[name], group.reads()[name], self.program.values[name].shape)
             if found is None or found.drop_producer:
@@ -99,17 +115,17 @@ class Fuser:
             return number, without_repeats(merge(producer, group, found))
         return None
 
-    def _ancestors(self, number: int) -> set[int]:
-        """Groups that must run before this one, including itself."""
-        seen: set[int] = set()
-        open_groups = [number]
+    def _needs(self, number: int, ancestor: int) -> bool:
+        """Whether a group must run after another one. Only groups deeper than that one are looked at."""
+        seen, open_groups = set[int](), [number]
         while open_groups:
             current = open_groups.pop()
-            if current in seen:
-                continue
-            seen.add(current)
-            open_groups += [maker for name in self.groups[current].reads() if (maker := self.maker.get(name)) is not None]
-        return seen
+            if current == ancestor:
+                return True
+            if current not in seen and self.depth[current] > self.depth[ancestor]:
+                seen.add(current)
+                open_groups += self.makers[current]
+        return False
 
     def prologues(self) -> None:
         """Move light groups that only one group reads into that group, from the end backwards."""

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from soap.tracing.calls import Call, Program, Ref, argument, with_argument
-from soap.tracing.fold import needed
+from soap.tracing.calls import Call, Program, Ref, argument, needed, with_argument
 
 
 def find_grouped_queries(program: Program) -> None:

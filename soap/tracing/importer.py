@@ -19,7 +19,6 @@ from soap.tracing.autocast import Caster, ListOf
 from soap.tracing.bags import find_equal_bags
 from soap.tracing.buffers import canonical_buffers
 from soap.tracing.calls import Program
-from soap.tracing.causal import find_causal_masks
 from soap.tracing.compiled import OperatorProgram, ProgramStep
 from soap.tracing.decompose import decompose
 from soap.tracing.execute import ExecutableModel
@@ -30,6 +29,7 @@ from soap.tracing.fuse import Fuser
 from soap.tracing.grouped import find_grouped_queries
 from soap.tracing.labels import batch_dimensions, gradients
 from soap.tracing.loss_terms import find_loss_terms
+from soap.tracing.masks import find_masks
 from soap.tracing.match import Group, compose, compose_all, simplified, unsplit
 from soap.tracing.naming import anchor, canonical_names, group_outputs, operator_names, tensor_names
 from soap.tracing.own_labels import own_labels
@@ -76,7 +76,7 @@ def import_program(
         program = Reader(exported, dtype, caster=caster, local_statistics=batch_norm == "local").read()
         find_equal_bags(program)
         unsort_experts(program)
-        find_causal_masks(program)
+        find_masks(program, plan_only=plan_only)
         find_grouped_queries(program)
         fold(program, plan_only=plan_only)
         decompose(program)

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -239,7 +240,7 @@ def read_pt2(path: Path) -> tuple[ExportedProgram, ExportRecord]:
     check_exists(path)
     try:
         archive, weights = plain_archive(path)
-        with warnings.catch_warnings(), quiet_torch(), _weights_only(), _blocks_without_results():
+        with warnings.catch_warnings(), quiet_torch(), _weights_only(), _blocks_without_results(), _types_looked_up_once():
             warnings.simplefilter("ignore")
             extra = {NAME: ""}
             exported, record = torch.export.load(archive, extra_files=extra), loads(extra[NAME])
@@ -267,6 +268,20 @@ def _blocks_without_results() -> AbstractContextManager[None]:
         return mended
 
     return replaced("torch._export.serde.serialize", "GraphModuleDeserializer.deserialize_outputs", make)
+
+
+def _types_looked_up_once() -> AbstractContextManager[None]:
+    """Let torch's reader ask for a class's fields once, and not for each of the file's hundred thousands of values: half of its time."""
+
+    def make(original: Any) -> Any:
+        known: dict[Any, Any] = {}
+
+        def hints(kind: Any, **names: Any) -> Any:
+            return known[kind] if kind in known else known.setdefault(kind, original.get_type_hints(kind, **names))
+
+        return SimpleNamespace(**{**vars(original), "get_type_hints": hints})
+
+    return replaced("torch._export.serde.serialize", "typing", make)
 
 
 @contextmanager

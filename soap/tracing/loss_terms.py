@@ -12,7 +12,7 @@ import torch
 
 from soap.model.graph import OperatorGraph, TensorKind
 from soap.model.regions import volume, whole
-from soap.tracing.calls import Call, Ref, on_whole, substitute
+from soap.tracing.calls import Call, Ref, results_of
 from soap.tracing.execute import ExecutableModel
 
 
@@ -57,15 +57,6 @@ def _coefficients(model: ExecutableModel, operators: Sequence[int], entering: Se
         own = zip(op.inputs, program.inputs, strict=True)
         values.update({value: leaves[operand.tensor] for operand, (value, _) in own if operand.tensor in leaves})
         for step in program.steps:
-            values[step.call.outputs[0]] = _computed(step.call, values)
+            (values[step.call.outputs[0]],) = results_of(step.call, values)
     gradients = torch.autograd.grad(values[model.program.loss].sum(), list(leaves.values()))
     return {name: float(gradient) for name, gradient in zip(leaves, gradients, strict=True)}
-
-
-def _computed(call: Call, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    def change(leaf: object) -> object:
-        return values[leaf.name] if isinstance(leaf, Ref) else leaf
-
-    result = on_whole(call, substitute(call.args, change), substitute(dict(call.kwargs), change))
-    assert isinstance(result, torch.Tensor)
-    return result

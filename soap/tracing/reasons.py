@@ -60,9 +60,10 @@ def no_rule(program: Program, call: Call) -> str:
 def _blamed(program: Program, group: Group, value: str, dim: int) -> tuple[Call, DimMap] | None:
     """The nearest call whose rule does not split a dimension, or one that follows the same factor in the operator's other calls."""
     open_dims, seen = [(value, dim)], {(value, dim)}
+    calls = [(step.call, _sides(step)) for step in group.steps]
     while open_dims:
         place = open_dims.pop(0)
-        for call, sides in ((step.call, _sides(step)) for step in group.steps):
+        for call, sides in calls:
             for name, maps in sides:
                 if name != place[0]:
                     continue

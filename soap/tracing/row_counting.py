@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from soap.errors import ModelError
 from soap.model.graph import FactorKind
 from soap.model.sparse_access import HALVINGS, Lookup, RowAccess, halvings
-from soap.tracing.calls import Program, Ref, on_whole, substitute
+from soap.tracing.calls import Program, needed, results_of
 from soap.tracing.compiled import OperatorProgram, ProgramStep
 from soap.tracing.execute import ExecutableModel
 
@@ -101,12 +102,13 @@ class _Counter:
         rows, pieces = list[torch.Tensor](), list[torch.Tensor]()
         for value, kind, sample in zip(self.indices, self._kinds, self._samples, strict=True):
             own = self._checked(values[value].detach().cpu().long().movedim(sample, 0).flatten(), kind)
-            self._different[len(rows)] += len(torch.unique(own))
+            self._different[len(rows)] += len(torch.unique(own)) if len(self._kinds) > 1 else 0
             rows.append(own)
             pieces.append((torch.arange(len(own)) << HALVINGS) // max(1, len(own)))
-        row, piece = torch.cat(rows), torch.cat(pieces)
+        places = np.sort(((torch.cat(rows) << HALVINGS) | torch.cat(pieces)).numpy())  # by row, then by the smallest pieces
+        apart = places[1:] ^ places[:-1]
         for k in self._levels:  # pieces of pieces, so that two halves make a whole
-            self._touched[k] += len(torch.unique((piece >> (HALVINGS - k)) * self._access.rows + row))
+            self._touched[k] += bool(len(places)) + int(np.count_nonzero(apart >= 1 << (HALVINGS - k)))
 
     def result(self, batches: int) -> RowAccess:
         """The averages, rounded up, and each lookup's weight beside the others."""
@@ -136,33 +138,17 @@ def _step(model: ExecutableModel, lookup: Lookup) -> ProgramStep:
     return next(s for s in program.steps if s.rule.looks_up and s.call.operands[0] == value and s.operands[0] == maps)
 
 
-def _needed(program: Program, wanted: set[str]) -> tuple[list[int], set[str]]:
-    """Positions of the calls that these values need, and all values that these calls and the caller read."""
-    needed, calls = set(wanted), []
-    for i in range(len(program.calls) - 1, -1, -1):
-        if needed.intersection(program.calls[i].outputs):
-            calls.append(i)
-            needed.update(program.calls[i].operands)
-    return calls[::-1], needed
-
-
 def _on_meta(program: Program, value: str) -> bool:
     """Whether a value depends on constants that were not computed."""
-    _, needed = _needed(program, {value})
-    return any(program.constants[name].is_meta for name in needed if name in program.constants)
+    read = {value, *(name for call in needed(program.calls, {value}) for name in call.operands)}
+    return any(program.constants[name].is_meta for name in read if name in program.constants)
 
 
 def _values(model: ExecutableModel, wanted: set[str], batch: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
     """These values for a batch."""
     program = model.program
-    calls, _ = _needed(program, wanted)
     values: dict[str, torch.Tensor] = {**model.constants, **dict(zip(program.inputs, batch, strict=True))}
-
-    def change(leaf: object) -> object:
-        return values[leaf.name] if isinstance(leaf, Ref) else leaf
-
     with torch.no_grad():
-        for call in (program.calls[i] for i in calls):
-            result = on_whole(call, substitute(list(call.args), change), substitute(dict(call.kwargs), change))
-            values.update(zip(call.outputs, result if isinstance(result, (tuple, list)) else [result], strict=False))
+        for call in needed(program.calls, wanted):
+            values.update(zip(call.outputs, results_of(call, values), strict=False))
     return {name: values[name] for name in wanted}

@@ -9,9 +9,8 @@ import pytest
 
 import soap
 from soap import api
-from soap.cli import aiming, first_measuring
-from soap.cli.aiming import DECIDING, RESTS_ON, Aim, aim, in_turn
-from soap.cli.first_measuring import Measured, measure_first
+from soap.cli import first_measuring
+from soap.cli.first_measuring import DECIDING, RESTS_ON, Aim, Measured, aim, in_turn, measure_first
 from soap.cli.wanted import UPKEEP, Wanted, wanted
 from soap.errors import InfeasibleError
 from soap.measure.link_probes import NEEDED, Probe, probes_for
@@ -145,18 +144,18 @@ def test_aiming_takes_no_time_from_measuring(monkeypatch: pytest.MonkeyPatch) ->
 def test_the_aim_is_what_the_plans_of_a_quick_search_need(monkeypatch: pytest.MonkeyPatch) -> None:
     graph, topology = soap.load(MODEL, plan_only=True).graph, soap.load_cluster(CLUSTER)
     seen: list[Any] = []
-    real = aiming.api.what_decides
+    real = first_measuring.api.what_decides
 
     def watched(*args: Any, **options: Any) -> Any:
         seen.append((args, real(*args, **options)))
         return seen[-1][1]
 
-    monkeypatch.setattr(aiming.api, "what_decides", watched)
-    monkeypatch.setattr(aiming, "LEAST_VALUE", -1.0)  # never sure: how fast this machine is counts
+    monkeypatch.setattr(first_measuring.api, "what_decides", watched)
+    monkeypatch.setattr(first_measuring, "LEAST_VALUE", -1.0)  # never sure: how fast this machine is counts
     aimed = aim(graph, topology, OPTIONS)
     assert aimed is not None and not aimed.sure
     ((_, plans, reference), found) = seen[0]
-    assert reference in plans and 2 <= len(plans) <= aiming.MOST_PLANS + 1
+    assert reference in plans and 2 <= len(plans) <= first_measuring.MOST_PLANS + 1
     assert plans[reference] == soap.classical("data_parallel", graph, topology)
     upkeep = [one for one in aimed.todo if one.tile is None]
     assert upkeep == list(aimed.todo[: len(upkeep)]) and len(upkeep) < len(aimed.todo)

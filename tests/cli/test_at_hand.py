@@ -15,7 +15,7 @@ import pytest
 
 import soap
 from soap import api
-from soap.cli import aiming, at_hand, first_measuring, links, measuring, room, verification
+from soap.cli import at_hand, first_measuring, links, measuring, room, verification
 from soap.cli.at_hand import Wish, wish
 from soap.cli.first_measuring import DEFAULT_S, LINKS_SHARE, measure_first
 from soap.cli.search import main
@@ -321,7 +321,7 @@ def test_it_really_measures_and_runs(
 ) -> None:
     use_own_store(CLUSTER, monkeypatch, tmp_path_factory)
     keep(topology := soap.load_cluster(CLUSTER), slower=1.0)  # half a minute's measuring, which test_links has
-    monkeypatch.setattr(aiming, "LEAST_VALUE", -1.0)  # never sure before anything is measured
+    monkeypatch.setattr(first_measuring, "LEAST_VALUE", -1.0)  # never sure before anything is measured
     (place,) = environments(topology).values()
     assert search(tmp_path / "s.json", "--json", "--profile", "20", "--verify", "1") == 0
     said = capsys.readouterr()

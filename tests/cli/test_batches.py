@@ -11,7 +11,7 @@ from soap.cli.batches import ConvertedBatches, DrawnBatches, JoinedBatches, user
 from soap.cli.sampled import parts_of
 from soap.errors import SoapError
 from soap.plan.samples import Samples
-from soap.runtime.part_batch import PartBatch
+from soap.runtime.inputs import PartBatch
 from soap.tracing.export import export_model
 from soap.tracing.load import load_model
 from soap.tracing.model import TileContext

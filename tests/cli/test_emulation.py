@@ -20,7 +20,7 @@ import soap
 from soap.cli.emulation import crossed, planned_bytes
 from soap.cli.run import document, main, make_parser, prepare, text
 from soap.cli.training import Outcome
-from soap.emulation import leftovers
+from soap.emulation import emulate
 from soap.emulation.hosts import host_limits
 from soap.emulation.quota import CpuGroups
 from soap.measure.iteration import StepTimes
@@ -60,7 +60,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def nothing_left(groups: CpuGroups) -> Iterator[None]:
-    leftovers.remove_leftovers(groups)
+    emulate.remove_leftovers(groups)
     yield
     assert abandoned(groups) == []
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from soap import api
-from soap.cli.example_inputs import drawn, example_input
-from soap.cli.export import main
+from soap.cli.export import drawn, example_input, main
 from soap.cli.named_calls import setting
 from tests.cli.refusals import assert_refused
 

@@ -23,7 +23,7 @@ from soap.cli.command import Parser
 from soap.exported_plans.named import TARGETS
 from soap.profiles.exchange import export_profiles
 from soap.profiles.store import Store
-from soap.runtime.step_metrics import StepMetrics
+from soap.runtime.training_options import StepMetrics
 from soap.schedules import csv_file
 from soap.schedules.named import parse
 from soap.search.plot import picture

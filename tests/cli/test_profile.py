@@ -27,7 +27,7 @@ from soap.cluster.presets import local_topology
 from soap.errors import ProfileError, SoapWarning
 from soap.measure import tile_timing, upkeep_timing
 from soap.measure.neighbours import Neighbours
-from soap.measure.tile_operands import whole_tile
+from soap.measure.tile_timing import whole_tile
 from soap.measure.timing import Sample
 from soap.profiles import keys
 from soap.profiles.corrections import Correction

@@ -11,7 +11,7 @@ ray = pytest.importorskip("ray", reason="the extra 'elastic'")
 
 from ray import exceptions  # noqa: E402
 
-from soap.elastic.crew import RESTARTS, Crew  # noqa: E402
+from soap.elastic.launcher import RESTARTS, Crew  # noqa: E402
 from soap.elastic.places import is_lost  # noqa: E402
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from soap.elastic import pulse
+from soap.elastic import launcher
 from soap.elastic.faults import ElasticError
+from soap.elastic.launcher import Pulse
 from soap.elastic.places import hosts, node
-from soap.elastic.pulse import Pulse
 
 
 def cluster(*addresses: str) -> Any:
@@ -53,6 +53,6 @@ def test_a_head_that_is_gone_is_one_line(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(socket, "create_connection", silent)
     found = Pulse("10.0.0.1:6379")
     found.check()
-    monkeypatch.setattr(pulse, "SILENT_S", -1.0)
+    monkeypatch.setattr(launcher, "SILENT_S", -1.0)
     with pytest.raises(ElasticError, match="is gone"):
         found.check()

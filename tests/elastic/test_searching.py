@@ -8,8 +8,7 @@ import pytest
 
 from soap.cluster.topology import Topology
 from soap.elastic.faults import ElasticError
-from soap.elastic.plan_space import PlanSpace, kinds
-from soap.elastic.searching import Search, find
+from soap.elastic.searching import PlanSpace, Search, find, kinds
 from soap.elastic.simulation.delays import Delays
 from soap.model.graph import OperatorGraph
 from soap.profiles.roofline import RooflineCosts

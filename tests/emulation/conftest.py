@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from soap.emulation import leftovers
+from soap.emulation import emulate
 from soap.emulation.names import INTERFACES, NAMESPACES, names_in, number_of
 from soap.emulation.quota import CpuGroups
 from soap.emulation.support import require_support
@@ -33,7 +33,7 @@ def groups() -> Iterator[CpuGroups]:
 
 def traces(groups: CpuGroups, number: int | None = None) -> list[str]:
     """Everything on this box that bears an emulation's name: this one's, or any's."""
-    folders = (NAMESPACES, INTERFACES, groups.root, leftovers.LOCKS)
+    folders = (NAMESPACES, INTERFACES, groups.root, emulate.LOCKS)
     return [f"{folder}/{name}" for folder in folders for name in names_in(folder, number)]
 
 
@@ -44,7 +44,7 @@ def abandoned(groups: CpuGroups) -> list[str]:
 
 def _is_alive(number: int | None) -> bool:
     try:
-        with (leftovers.LOCKS / f"soap-emulation-{number}").open() as stream:
+        with (emulate.LOCKS / f"soap-emulation-{number}").open() as stream:
             fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from soap.emulation.cores import BUSIEST, computing_and_communicating, cores_by_rank, usable_cores
+from soap.emulation.emulate import BUSIEST, computing_and_communicating, cores_by_rank, usable_cores
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from soap.cluster.presets import preset
-from soap.emulation import leftovers, network, quota, reference_work
+from soap.emulation import emulate, network, quota, reference_work
 from soap.emulation.emulate import emulated
 from soap.emulation.hosts import host_limits
 from soap.emulation.names import NAMESPACES, group_name, host_address
@@ -46,7 +46,7 @@ def nothing_stays(groups: CpuGroups) -> Iterator[None]:
     """After all tests here nothing is there that no living process has made; handlers of signals are as before."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
     before = [signal.getsignal(number) for number in numbers]
-    leftovers.remove_leftovers(groups)
+    emulate.remove_leftovers(groups)
     yield
     assert abandoned(groups) == []
     assert [signal.getsignal(number) for number in numbers] == before
@@ -358,7 +358,7 @@ def test_warns_of_what_cannot_be_removed(groups: CpuGroups, monkeypatch: pytest.
     with emulated(PAIR) as emulation:
         monkeypatch.setattr(network, "remove", lambda number: [f"namespace soap{number}-0"])
         with pytest.warns(SoapWarning, match=rf"could not remove namespace soap{emulation.number}-0; the next start tries again"):
-            leftovers.remove(groups, emulation.number)
+            emulate.remove(groups, emulation.number)
         monkeypatch.undo()
 
 
@@ -376,9 +376,9 @@ def subprocess_place(folder: Path) -> None:
 def test_numbers_with_taken_addresses_are_passed_over() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with leftovers.reserved(lambda number: number % 7 == 5) as number:
+        with emulate.reserved(lambda number: number % 7 == 5) as number:
             assert number % 7 == 5
-    with pytest.raises(RuntimeFailure, match="all 512 numbers of emulations are in use"), leftovers.reserved(lambda _: False):
+    with pytest.raises(RuntimeFailure, match="all 512 numbers of emulations are in use"), emulate.reserved(lambda _: False):
         pass
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from soap.emulation import commands, network, support
+from soap.emulation import network, support
 from soap.emulation.hosts import Card, HostLimits
 from soap.emulation.support import require_support
 from soap.errors import RuntimeFailure
@@ -79,6 +79,6 @@ def test_what_the_kernel_refuses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
 
 def test_a_command_that_says_nothing() -> None:
-    assert commands.explain(" \n") == "it failed without saying why"
+    assert network.explain(" \n") == "it failed without saying why"
     with pytest.raises(RuntimeFailure, match=r"--emulate: no-such-command -x: .*expected iproute2's commands to work"):
-        commands.run("no-such-command", "-x")
+        network.run("no-such-command", "-x")

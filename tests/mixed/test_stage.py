@@ -11,12 +11,10 @@ import torch
 from torch import Tensor
 
 from soap.mixed.run.client import Client
-from soap.mixed.run.neighbours import Inbox, Item, Outbox, What
-from soap.mixed.run.servers import Desk
-from soap.mixed.run.stage import StageWork
+from soap.mixed.run.stage import Inbox, Item, Outbox, StageWork, What
 from soap.mixed.run.stage_program import Begun, StageProgram
-from soap.mixed.run.stage_values import StageValues
-from soap.mixed.run.updates import Updates
+from soap.mixed.run.stage_values import StageValues, Updates
+from soap.mixed.run.training import Desk
 from tests.mixed.test_run import FOUR, PAIR, plan_for
 
 PATIENCE_S = 20.0

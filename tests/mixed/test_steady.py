@@ -18,8 +18,7 @@ from soap.elastic.simulation.steady import Period
 from soap.mixed.allocations import Allocation
 from soap.mixed.partitioning import Stage, WorkerPlan
 from soap.mixed.servers import Placement, placed
-from soap.mixed.steady import MixedSteady, simulate
-from soap.mixed.training import Training
+from soap.mixed.steady import MixedSteady, Training, simulate
 from tests.elastic.stars import star
 from tests.extent import USUAL
 from tests.strategies import GPU

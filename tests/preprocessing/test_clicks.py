@@ -6,8 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from soap.preprocessing.clicks import effects
-from soap.preprocessing.generate import NUMBERS, draw_rows, generate
+from soap.preprocessing.generate import NUMBERS, draw_rows, effects, generate
 
 ROWS = 40_000
 

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from soap.preprocessing.load import KERNEL_THREAD, Load
 from soap.preprocessing.manager import Manager, State
-from soap.preprocessing.resources import Machine, Sample
+from soap.preprocessing.resources import KERNEL_THREAD, Load, Machine, Sample
 from soap.preprocessing.work import INDEX
 
 OURS, WORKER, KERNEL, OTHER = 10, 11, 2, 99

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from soap.measure import core_speed
-from soap.measure.core_speed import FILE, core_reference_ns
-from soap.measure.machine_cache import cache_folder
+from soap.files import cache_folder
+from soap.measure import this_machine
+from soap.measure.this_machine import FILE, core_reference_ns
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def _measures(monkeypatch: pytest.MonkeyPatch, found: float | None) -> list[float | None]:
     asked: list[float | None] = []
-    monkeypatch.setattr(core_speed, "measured_reference_ns", lambda: asked.append(found) or found)
+    monkeypatch.setattr(this_machine, "measured_reference_ns", lambda: asked.append(found) or found)
     return asked
 
 
@@ -30,7 +30,7 @@ def test_it_is_kept(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = _measures(monkeypatch, 21.5)
     assert core_reference_ns() == core_reference_ns() == 21.5
     assert asked == [21.5]
-    monkeypatch.setattr(core_speed, "cpu_model", lambda: "another processor")
+    monkeypatch.setattr(this_machine, "cpu_model", lambda: "another processor")
     _measures(monkeypatch, 30.5)
     assert core_reference_ns() == 30.5
     assert sorted(json.loads(file.read_text()).values()) == [21.5, 30.5]
@@ -39,7 +39,7 @@ def test_it_is_kept(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("text", ["", "[]", '{"x": ', "{}", '{"KEY": "7"}', '{"KEY": -1.0}', '{"KEY": NaN}'])
 def test_a_file_that_says_something_else_is_measured_again(text: str, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file.parent.mkdir(parents=True)
-    file.write_text(text.replace("KEY", f"{core_speed.cpu_model()}, yardstick {core_speed.VERSION}"))
+    file.write_text(text.replace("KEY", f"{this_machine.cpu_model()}, yardstick {this_machine.VERSION}"))
     _measures(monkeypatch, 21.5)
     assert core_reference_ns() == 21.5
     assert list(json.loads(file.read_text()).values()) == [21.5]

@@ -14,10 +14,9 @@ import soap
 from soap.cluster.presets import LOCAL_BANDWIDTH_BYTES_PER_SECOND, local_topology
 from soap.cluster.topology import Topology
 from soap.errors import ProfileError
-from soap.measure import compute_rates, gpus, this_machine
+from soap.measure import compute_rates, this_machine
 from soap.measure.compute_rates import Rates
-from soap.measure.gpus import first_gpus, gpu_count, islands
-from soap.measure.this_machine import GPU_COPY_BYTES, measured_local_topology
+from soap.measure.this_machine import GPU_COPY_BYTES, first_gpus, gpu_count, islands, measured_local_topology
 from soap.profiles.keys import environments, only_environment
 
 A, B = ("NVIDIA H100 80GB HBM3", 80 * 10**9), ("NVIDIA L4", 24 * 10**9)
@@ -34,7 +33,7 @@ class Machine:
         self.copied: list[tuple[int, int]] = []
         self.copies_fail = False
         monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
-        monkeypatch.setattr(gpus, "GPU_NODES", (str(folder),) if kinds else ())
+        monkeypatch.setattr(this_machine, "GPU_NODES", (str(folder),) if kinds else ())
         monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(self.kinds))
         monkeypatch.setattr(torch.cuda, "device_count", lambda: len(self.kinds))
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda gpu: self.kinds[gpu][0])

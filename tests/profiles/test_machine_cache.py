@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from soap.files import cache_folder
 from soap.measure import machine_cache
 from soap.measure.link_probe import LinkRates
 from soap.measure.link_probes import LinkTiming, Operation, Probe
-from soap.measure.machine_cache import Measurement, cache_folder, cache_path, load, save
+from soap.measure.machine_cache import Measurement, cache_path, load, save
 from tests.strategies import CPU
 
 KEY = {"cpu": "some processor", "devices": 2}

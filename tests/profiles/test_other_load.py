@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from soap.errors import SoapWarning
-from soap.measure import other_load
-from soap.measure.other_load import Count, noticing_others, others_cores
+from soap.measure import this_machine
+from soap.measure.this_machine import Count, noticing_others, others_cores
 
 
 def counts(*known: Count | None) -> Callable[[], Count | None]:
@@ -49,8 +49,8 @@ def test_much_of_it_is_told_in_one_line() -> None:
 
 
 def test_this_machine_tells_and_our_own_work_is_not_anothers() -> None:
-    first = other_load.count()
+    first = this_machine.count()
     assert first is not None and first.cores >= 1
-    while (now := other_load.count()) is not None and now.own_s < first.own_s + 0.05:
+    while (now := this_machine.count()) is not None and now.own_s < first.own_s + 0.05:
         pass
     assert now is not None and now.busy_s >= first.busy_s

@@ -20,7 +20,7 @@ from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.support.ui import WebDriverWait
 
 from soap.report import write
-from soap.report.sections import SECTIONS
+from soap.report.page import SECTIONS
 from soap.report.timeline import MOST_BARS
 from soap.simulator.analysis.timeline_file import TimedTask
 from soap.simulator.tasks import TaskKind

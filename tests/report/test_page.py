@@ -16,8 +16,7 @@ pytest.importorskip("bokeh", reason="reports need bokeh: pip install '.[report]'
 
 from soap.errors import SoapError
 from soap.report import Contents, figures, render, require, write
-from soap.report.page import tabs_of
-from soap.report.sections import SECTIONS
+from soap.report.page import SECTIONS, tabs_of
 from soap.units import format_bytes, format_seconds
 from tests.graph_builder import GraphBuilder
 from tests.report.made import contents, usual

@@ -10,8 +10,8 @@ import torch
 
 from soap.model.graph import OperatorGraph
 from soap.plan.plan import Plan
-from soap.runtime.comm.traffic import Traffic
-from soap.runtime.part_batch import PartBatch
+from soap.runtime.comm.redistribute import Traffic
+from soap.runtime.inputs import PartBatch
 from soap.runtime.trace import Event
 from soap.runtime.trainer import Trainer
 from soap.tracing.model import TileContext

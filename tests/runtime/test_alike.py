@@ -13,7 +13,7 @@ from soap.errors import RuntimeFailure
 from soap.runtime.alike import EACH, EVERY, HASHES, WORDS, hashed
 from soap.runtime.comm.position import HERE
 from soap.runtime.evaluation import mean_loss
-from soap.runtime.part_batch import PartBatch
+from soap.runtime.inputs import PartBatch
 from soap.runtime.trainer import Trainer
 from tests.graph_builder import mlp
 from tests.runtime.cases import optimizer

@@ -14,8 +14,7 @@ import torch
 
 from soap.cluster.presets import local_topology
 from soap.errors import RuntimeFailure
-from soap.measure.tile_operands import TileOperands, whole_tile
-from soap.measure.tile_timing import TileTimer
+from soap.measure.tile_timing import TileOperands, TileTimer, whole_tile
 from soap.model.graph import OperatorGraph, TensorKind
 from soap.runtime.check import CheckResult, check
 from soap.runtime.checkpoint.checkpoint import read_state_dict

@@ -10,7 +10,7 @@ from torch import nn
 
 from soap.cluster.presets import local_topology
 from soap.errors import RuntimeFailure
-from soap.runtime.part_batch import PartBatch
+from soap.runtime.inputs import PartBatch
 from soap.runtime.trainer import Trainer
 from soap.strategy.classical import CLASSICAL
 from soap.strategy.config import Strategy

@@ -14,7 +14,7 @@ from soap.cluster.presets import local_topology
 from soap.errors import RuntimeFailure
 from soap.model.graph import OperatorGraph
 from soap.runtime.check import check
-from soap.runtime.part_batch import PartBatch
+from soap.runtime.inputs import PartBatch
 from soap.runtime.trainer import Trainer
 from soap.strategy.classical import CLASSICAL, random_strategy
 from soap.strategy.config import Strategy

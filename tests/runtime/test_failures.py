@@ -23,8 +23,7 @@ from soap.runtime.comm import position
 from soap.runtime.comm.failures import MOST_CHARACTERS, Desk, Folder, Kind, RankLost, kind_of, message_of, told_positions
 from soap.runtime.comm.position import HERE, LIBRARIES, PACKAGE
 from soap.runtime.program.actions import ActionKind
-from soap.runtime.program.program import Program, compile_program
-from soap.runtime.program.task_names import task_name
+from soap.runtime.program.program import Program, compile_program, task_name
 from soap.simulator.lowering import build_plan, lower
 from tests.graph_builder import convnet, mlp, transformer
 from tests.runtime.sparse_plans import random_synchronized

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from soap.runtime.step.halves import Halves
+from soap.runtime.step.step import Halves
 from soap.tracing.rules.random import dropped
 
 

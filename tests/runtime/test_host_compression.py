@@ -15,7 +15,7 @@ from soap.errors import RuntimeFailure
 from soap.model.regions import balanced
 from soap.plan.compression.policy import settled
 from soap.runtime.check import CheckResult, check
-from soap.runtime.comm.traffic import Traffic
+from soap.runtime.comm.redistribute import Traffic
 from soap.runtime.compression.dgc import Momentum, WarmUp
 from soap.runtime.compression.peer import AS_IT_IS, CompressedTraining
 from soap.runtime.trainer import Trainer

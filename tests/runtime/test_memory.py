@@ -28,7 +28,7 @@ from soap import api
 from soap.cluster.presets import local_topology
 from soap.cluster.topology import Topology
 from soap.model.micro_batches import MicroBatches
-from soap.plan.running.execution_order import ExecutionOrder
+from soap.plan.running.forward_order import ExecutionOrder
 from soap.plan.syncs import large_parts
 from soap.runtime.sync import sharded
 from soap.runtime.sync.shards import keep_memory
@@ -72,8 +72,8 @@ def convolutions() -> tuple[nn.Module, tuple[Tensor, ...]]:
     return Convolutions(), (torch.randn(16, 3, 24, 24), torch.randint(10, (16,)))
 
 
-def words(vocabulary: int) -> tuple[Tensor, Tensor]:
-    made = torch.randint(vocabulary, (8, 33))
+def words(vocabulary: int, samples: int = 8, length: int = 32) -> tuple[Tensor, Tensor]:
+    made = torch.randint(vocabulary, (samples, length + 1))
     return made[:, :-1].contiguous(), made[:, 1:].contiguous()
 
 
@@ -104,10 +104,11 @@ def unfused() -> tuple[nn.Module, tuple[Tensor, ...]]:
 
 
 class Block(nn.Module):
-    """A layer as Llama's: attention with fewer keys than queries, and a gated perceptron."""
+    """A layer as Llama's: attention with fewer keys than queries, to a window, and a gated perceptron."""
 
-    def __init__(self) -> None:
+    def __init__(self, window: int) -> None:
         super().__init__()
+        self.window = window
         self.norms = nn.ModuleList(nn.RMSNorm(64) for _ in range(2))
         self.query, self.key, self.value, self.out = (nn.Linear(64, size, bias=False) for size in (64, 32, 32, 64))
         self.gate, self.up, self.down = (nn.Linear(*sizes, bias=False) for sizes in ((64, 224), (64, 224), (224, 64)))
@@ -116,7 +117,8 @@ class Block(nn.Module):
         h = self.norms[0](x)
         q, k, v = (layer(h).unflatten(2, (-1, 16)).transpose(1, 2) for layer in (self.query, self.key, self.value))
         k, v = (own.repeat_interleave(2, 1) for own in (k, v))
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        seen = torch.ones(2 * x.shape[1:2], dtype=torch.bool).tril().triu(1 - self.window)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, attn_mask=seen).transpose(1, 2).flatten(2))
         h = self.norms[1](x)
         made: Tensor = x + self.down(F.silu(self.gate(h)) * self.up(h))
         return made
@@ -125,10 +127,10 @@ class Block(nn.Module):
 class Gated(nn.Module):
     """Such layers."""
 
-    def __init__(self) -> None:
+    def __init__(self, window: int, layers: int) -> None:
         super().__init__()
         self.embedding, self.head = nn.Embedding(40, 64), nn.Linear(64, 40)
-        self.layers = nn.ModuleList(Block() for _ in range(6))
+        self.layers = nn.ModuleList(Block(window) for _ in range(layers))
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         x = self.embedding(inputs)
@@ -138,10 +140,15 @@ class Gated(nn.Module):
 
 
 def gated() -> tuple[nn.Module, tuple[Tensor, ...]]:
-    return Gated(), words(40)
+    return Gated(32, 6), words(40)
 
 
-MODELS = {"convolutions": convolutions, "attention": attention, "unfused": unfused, "gated": gated}
+def windowed() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """Blocks of queries with masks of their own."""
+    return Gated(200, 2), words(40, 2, 2048)
+
+
+MODELS = {"convolutions": convolutions, "attention": attention, "unfused": unfused, "gated": gated, "windowed": windowed}
 
 
 class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]

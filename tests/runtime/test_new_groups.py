@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from soap.errors import RuntimeFailure
-from soap.runtime.comm.new_groups import Groups, make_groups
+from soap.runtime.comm.redistribute import Groups, make_groups
 from tests.runtime.pool import Pool
 
 MINUTE = timedelta(seconds=60)
@@ -44,7 +44,7 @@ def unknown_count() -> str:
     try:
         with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeFailure) as caught:
             patch.setattr(dist, "get_rank", lambda: 0)
-            patch.setattr("soap.runtime.comm.new_groups.all_make_all", lambda: False)
+            patch.setattr("soap.runtime.comm.redistribute.all_make_all", lambda: False)
             make_groups({}, {0: (0,)}, 1, MINUTE)
         return str(caught.value)
     finally:

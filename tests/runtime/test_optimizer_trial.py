@@ -11,8 +11,7 @@ import torch
 
 from soap.errors import RuntimeFailure
 from soap.runtime.updates import trial
-from soap.runtime.updates.optimizers import Recipe
-from soap.runtime.updates.several import Several
+from soap.runtime.updates.optimizers import Recipe, Several
 from soap.runtime.updates.trial import ELEMENTWISE, Scope, Tried, optimizer_states, try_optimizer
 
 SHAPES = {"matrix": (8, 4), "vector": (4,), "kernel": (2, 3, 3, 3), "scalar": ()}

@@ -18,7 +18,7 @@ from soap.errors import RuntimeFailure
 from soap.model.graph import OperatorGraph
 from soap.plan.samples import Samples
 from soap.runtime.check import check
-from soap.runtime.part_batch import PartBatch
+from soap.runtime.inputs import PartBatch
 from soap.runtime.trainer import Trainer
 from soap.simulator.lowering import build_plan
 from soap.strategy.classical import CLASSICAL, random_strategy
@@ -74,7 +74,7 @@ def bytes_given(spec: str, strategy: Strategy) -> tuple[int, int]:
 
 @pytest.mark.parametrize("model", ["dlrm", "gpt"])
 def test_each_rank_of_data_parallelism_is_given_its_share(four: Pool, model: str) -> None:
-    """Labels of a mean over what is not to be ignored as well, which all ranks count together (``plan.own_labels``)."""
+    """Labels of a mean over what is not to be ignored as well, which all ranks count together (``plan.samples``)."""
     spec = f"zoo:{model}:tiny"
     strategy = CLASSICAL["data_parallel"](traced(spec).graph, FOUR)
     for own, whole in four.run(bytes_given, spec, strategy):

@@ -14,8 +14,8 @@ from soap.plan.plan import Plan
 from soap.plan.recomputation import find_recomputation
 from soap.plan.running.activity import PlanIndex, answered_from_afar, find_activity
 from soap.plan.running.epilogue import LossEpilogue, no_epilogue, usable_epilogue
-from soap.plan.running.execution_order import ExecutionOrder
 from soap.plan.running.forward_order import (
+    ExecutionOrder,
     epilogue_last,
     forward_order,
     model_order_if_nothing_travels,
@@ -25,8 +25,7 @@ from soap.plan.running.forward_order import (
 from soap.plan.running.segments import cut_segments
 from soap.runtime.program.action_order import forward_entries, in_order
 from soap.runtime.program.actions import ActionKind
-from soap.runtime.program.epilogue_apart import set_apart
-from soap.runtime.program.number_sums import everyone_knows, sum_together
+from soap.runtime.program.program import everyone_knows, set_apart, sum_together
 from soap.simulator.lowering import build_plan
 from soap.strategy.config import Strategy
 from tests.graph_builder import mlp

@@ -16,15 +16,14 @@ from soap.plan.own_part import Places, PlanParts
 from soap.plan.plan import remote_parts
 from soap.plan.planning import build_plan
 from soap.plan.running.activity import ValueKey
-from soap.plan.running.execution_order import ExecutionOrder
+from soap.plan.running.forward_order import ExecutionOrder
 from soap.runtime.comm.handing_out import packed, unpacked
-from soap.runtime.comm.new_groups import needed_by
+from soap.runtime.comm.redistribute import needed_by
 from soap.runtime.program.actions import ActionKind, part_of
 from soap.runtime.program.prepared import Fetched, PreparedTile, PreparedTiles
-from soap.runtime.program.program import Program, compile_program
+from soap.runtime.program.program import Program, compile_program, task_name
 from soap.runtime.program.rank_programs import RankPrograms
 from soap.runtime.program.sync_schedule import sync_schedule
-from soap.runtime.program.task_names import task_name
 from soap.runtime.sync.shards import ShardStore
 from soap.strategy.classical import CLASSICAL
 from soap.strategy.config import Strategy

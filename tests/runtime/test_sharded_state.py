@@ -18,7 +18,7 @@ from soap.errors import RuntimeFailure
 from soap.model.graph import OperatorGraph
 from soap.plan.syncs import bucketing, large_parts
 from soap.runtime.comm.packing import pack
-from soap.runtime.comm.pieces import Pieces, exchange_pieces
+from soap.runtime.comm.parcels import Pieces, exchange_pieces
 from soap.runtime.comm.redistribute import Communicator, Pending
 from soap.runtime.sync import sharded_state
 from soap.runtime.trainer import Trainer

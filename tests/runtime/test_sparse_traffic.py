@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from soap.cluster.topology import Topology
-from soap.runtime.comm.traffic import Traffic
+from soap.runtime.comm.redistribute import Traffic
 from soap.runtime.trainer import Trainer
 from soap.strategy.config import Strategy, SyncConfig
 from soap.strategy.sync import SPARSE_ALL_GATHER, parameter_server

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from soap.model.regions import lengths
 from soap.plan.plan import Plan
-from soap.runtime.comm.redistribute import Communicator, Pending
-from soap.runtime.comm.traffic import Traffic
+from soap.runtime.comm.redistribute import Communicator, Pending, Traffic
 from soap.runtime.program.actions import ActionKind, part_of
 from soap.runtime.program.program import Program, compile_program
 from soap.runtime.program.sync_schedule import sync_schedule

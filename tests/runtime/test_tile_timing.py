@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from soap.measure import tile_operands, tile_timing
+from soap.measure import tile_timing
 from soap.measure.tile_timing import TOGETHER, TileTimer, TileTimes
 from soap.model.graph import TensorKind
 from soap.plan.tiling import Tile, tiles_of, whole_tile
@@ -221,7 +221,7 @@ def test_statistics_that_nobody_reads_are_not_made() -> None:
 
 def test_a_region_keeps_the_order_of_its_dimensions_in_memory() -> None:
     whole = torch.arange(2 * 3 * 4).reshape(2, 3, 4).permute(1, 2, 0)
-    copy = tile_operands._dense(whole[1:3, :2], whole)
+    copy = tile_timing._dense(whole[1:3, :2], whole)
     assert torch.equal(copy, whole[1:3, :2])
     assert copy.stride() == (2, 1, 4) and copy.data_ptr() != whole.data_ptr()
 

@@ -17,7 +17,7 @@ from soap.errors import RuntimeFailure
 from soap.model.graph import OperatorGraph
 from soap.plan.flows import box_bytes, partial_bytes, reduced_tensor
 from soap.plan.planning import build_plan
-from soap.runtime.alone import step_alone
+from soap.runtime.check import step_alone
 from soap.runtime.trainer import Trainer
 from soap.strategy.classical import CLASSICAL, random_strategy
 from soap.strategy.config import OpConfig, Strategy

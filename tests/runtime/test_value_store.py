@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from soap.plan.running.activity import PlanIndex, ValueKey, count_takers
 from soap.runtime.program.program import compile_program
-from soap.runtime.step.value_store import ValueStore
+from soap.runtime.step.state import ValueStore
 from tests.graph_builder import mlp
 from tests.runtime.plans import plan_of, split
 

@@ -11,7 +11,7 @@ import torch
 
 from soap.cluster.topology import DeviceKind, Topology
 from soap.runtime.check import CheckResult, check
-from soap.runtime.part_batch import PartBatch
+from soap.runtime.inputs import PartBatch
 from soap.runtime.trainer import Trainer
 from soap.runtime.training_options import TrainingOptions
 from soap.strategy.config import Strategy

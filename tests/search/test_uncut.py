@@ -11,9 +11,9 @@ from soap.errors import RuntimeFailure, StrategyError
 from soap.model.graph import OperatorGraph
 from soap.runtime.updates.parts import require_possible
 from soap.runtime.updates.trial import Scope, Tried
+from soap.search.allowed_space import with_uncut
 from soap.search.chains import search
 from soap.search.options import SearchOptions
-from soap.search.uncut import with_uncut
 from soap.simulator.lowering import build_plan
 from soap.strategy.classical import CLASSICAL
 from soap.strategy.config import Strategy, SyncConfig

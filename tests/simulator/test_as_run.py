@@ -37,13 +37,13 @@ def test_passes_run_in_the_order_of_the_program(case: tuple[OperatorGraph, Topol
     tasks, schedule = played(graph, chosen, topology)
     run = as_run(tasks, schedule)
     assert (run.schedule.end_ns > 0).all()  # nothing waits for itself
-    for task, old, start in zip(run.tasks.tasks, tasks.tasks, run.schedule.start_ns.tolist(), strict=True):
-        assert all(run.schedule.end_ns[other] <= start for other in task.predecessors)
-        if old.tile is not None or old.kind in (TaskKind.TRANSFER, TaskKind.EXCHANGE, TaskKind.REDUCE):  # those wait for what they need
-            assert {*old.predecessors} <= {*task.predecessors}
+    for waits, task, start in zip(run.waits, tasks.tasks, run.schedule.start_ns.tolist(), strict=True):
+        assert all(run.schedule.end_ns[other] <= start for other in waits)
+        if task.tile is not None or task.kind in (TaskKind.TRANSFER, TaskKind.EXCHANGE, TaskKind.REDUCE):  # those wait for what they need
+            assert {*task.predecessors} <= {*waits}
     if chosen.microbatches > 1:
         return
-    event("as simulated" if run.tasks is tasks else "in another order")
+    event("as simulated" if run.schedule is schedule else "in another order")
     program = compile_program(tasks.plan, execution_order(tasks, schedule))
     expected: list[list[tuple[TaskKind, int]]] = [[] for _ in range(topology.device_count)]
     for action in (*program.forward, *program.backward):
@@ -54,7 +54,7 @@ def test_passes_run_in_the_order_of_the_program(case: tuple[OperatorGraph, Topol
             own = tiles if action.kind is ActionKind.RECOMPUTE else tiles[::-1]
             expected[program.segments[action.subject].device] += [(PASSES[action.kind], tile) for tile in own]
     of_both = {own for device in passes_of(tasks, schedule) for own in device} & {own for device in expected for own in device}
-    for found, own in zip(passes_of(run.tasks, run.schedule), expected, strict=True):
+    for found, own in zip(passes_of(tasks, run.schedule), expected, strict=True):
         if any(marked in graph.epilogue for marked in tasks.plan.recomputed_operators):  # then a second run may come with it
             found, own = ([(kind, tile) for kind, tile in each if kind is not TaskKind.RECOMPUTE] for each in (found, own))
         assert [each for each in found if each in of_both] == [each for each in own if each in of_both]
@@ -73,7 +73,7 @@ def test_a_segment_is_not_left_for_another() -> None:
     configs = {op.name: on(0 if op.name in ("a0", "b0") else 1, degrees=(1,) * len(op.factors)) for op in graph.operators}
     tasks, schedule = played(graph, strategy(**configs), pairwise_cluster(1, 1))
     run, names = as_run(tasks, schedule), [graph.operators[tile.operator].name for tile in tasks.plan.tiles]
-    passes = [passes_of(*own)[1] for own in ((tasks, schedule), (run.tasks, run.schedule))]
+    passes = [passes_of(*own)[1] for own in ((tasks, schedule), (tasks, run.schedule))]
     simulated, kept = ([names[tile] for kind, tile in own if kind is TaskKind.BACKWARD] for own in passes)
     assert simulated == ["sum", "b3", "a3", "b2", "a2", "b1", "a1"]
     assert kept == ["sum", "b3", "b2", "a3", "b1", "a2", "a1"]

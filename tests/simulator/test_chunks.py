@@ -15,6 +15,7 @@ from soap.simulator.analysis.timeline_file import Description, dumps, loads
 from soap.simulator.chunks import GPU_CHUNK_NS, MOST_CHUNKS, NO_CHUNKS, chunk_count, parts, shortest_chunk_ns
 from soap.simulator.communication.prices import Communication
 from soap.simulator.lowering import build_plan, lower
+from soap.simulator.memory.as_run import as_run
 from soap.simulator.memory.task_spans import TaskSpans
 from soap.simulator.reference import simulate
 from soap.simulator.task_list import TaskList
@@ -102,7 +103,7 @@ def test_what_is_told_of_a_sum_is_told_of_all_its_chunks() -> None:
     name = sync_name(ports.plan.syncs[0])
     chunks = [position for position, task in enumerate(ports.tasks) if task.name == name]
     span = int(schedule.start_ns[chunks[0]]), int(schedule.end_ns[chunks[-1]])
-    assert TaskSpans(ports, schedule).named[name] == span
+    assert TaskSpans(ports, as_run(ports, schedule)).named[name] == span
     described = Description("predicted", "m", "1", "c", "2", "3", 1, schedule.makespan_ns, link_bytes=link_bytes(ports))
     (read,) = loads(dumps([(chrome_trace(ports, schedule), described)]))
     task = read.tasks[name]

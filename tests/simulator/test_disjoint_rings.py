@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from soap.simulator.communication.disjoint_rings import Capacities, disjoint_rings
+from soap.simulator.communication.ring_orders import Capacities, disjoint_rings
 
 
 def complete(count: int, links: int = 1) -> Capacities:

@@ -141,14 +141,14 @@ def test_padding_is_a_copy_only_where_a_tile_lacks_more_on_one_side() -> None:
     graph = finish(g, g.elementwise(g.conv(g.input("x", 2, 3, 8), 4, kernel=3, padding=1, name="c"), name="e"))
     unpadded = GraphBuilder()
     other = finish(unpadded, unpadded.elementwise(unpadded.conv(unpadded.input("x", 2, 3, 10), 4, kernel=3, padding=0, name="c"), name="e"))
-    one, two = (peaks._tile_bytes(build_plan(made, batch_split(made, [0]), TWO))[0] for made in (graph, other))
+    one, two = (sum(own.kept for own in peaks.tile_sizes(build_plan(made, batch_split(made, [0]), TWO))) for made in (graph, other))
     assert one == two
     thirds = strategy(c=on(0, 1, 0, degrees=(1, 1, 1, 3)), e=on(0, degrees=(1, 1, 1)), loss=on(0, degrees=(1,)))
     plan = build_plan(graph, thirds, TWO)
-    assert [peaks.tile_padded_bytes(plan, tile) for tile in plan.tiles[:2]] == [2 * 3 * 5 * 4, 0]  # the second sees no border
+    assert [own.padded for own in peaks.tile_sizes(plan)[:2]] == [2 * 3 * 5 * 4, 0]  # the second sees no border
     halves = strategy(c=on(0, 1, degrees=(1, 1, 1, 2)), e=on(0, degrees=(1, 1, 1)), loss=on(0, degrees=(1,)))
     outputs = 2 * 4 * 4 * 4
-    assert peaks._tile_bytes(build_plan(graph, halves, TWO))[1] == outputs + outputs + 2 * 3 * 6 * 4
+    assert peaks.tile_sizes(build_plan(graph, halves, TWO))[1].kept == outputs + outputs + 2 * 3 * 6 * 4
 
 
 def test_what_is_sent_is_kept() -> None:

@@ -18,6 +18,7 @@ from soap.schedules.named import parse
 from soap.simulator.costs import CostModel
 from soap.simulator.engine import Engine
 from soap.simulator.lowering import lower
+from soap.simulator.memory.as_run import as_run
 from soap.simulator.memory.residency import memory_over_time
 from soap.simulator.memory.task_spans import TaskSpans
 from soap.simulator.reference import execution_order, simulate
@@ -160,7 +161,7 @@ def test_zero_bubble_has_the_bubble_and_the_memory_of_its_paper(count: int) -> N
     each = 12 // count
     idle_ns = (STAGES - 1) * (1000 + 900 - 600) * each
     assert found.makespan_ns == count * (1000 + 900 + 600) * each + idle_ns
-    spans = TaskSpans(found.tasks, found.schedule)
+    spans = TaskSpans(found.tasks, as_run(found.tasks, found.schedule))
     for stage in range(STAGES):
         assert found.makespan_ns - found.busy_ns[PIPELINE.devices[stage].name] == idle_ns
         lives = [(spans.forward[tile][0], spans.last(tile)) for tile in spans.weights if found.plan.tiles[tile].device == stage]

@@ -22,7 +22,7 @@ from soap.simulator.lowering import build_plan, lower
 from soap.simulator.memory.as_run import as_run
 from soap.simulator.memory.ledger import Ledger, MemoryCurve
 from soap.simulator.memory.parameters import is_away, kept_shards
-from soap.simulator.memory.peaks import MemoryUse, kept_bytes, memory_use, peak_bytes
+from soap.simulator.memory.peaks import MemoryUse, memory_use, peak_bytes, tile_sizes
 from soap.simulator.memory.residency import expected_peaks, memory_over_time, peaks_by_kind
 from soap.simulator.memory.task_spans import TaskSpans
 from soap.simulator.memory.transit import cells_land_in_place
@@ -51,7 +51,7 @@ def points(curve: MemoryCurve) -> dict[int, int]:
 
 def test_a_pipeline_by_hand() -> None:
     tasks, schedule = played(chain(4, 2, 3), strategy(l1=on(0, degrees=(1, 1, 1)), loss=on(1, degrees=(1,))))
-    tile, loss = kept_bytes(tasks.plan)
+    tile, loss = (own.kept for own in tile_sizes(tasks.plan))
     first, second = memory_over_time(tasks, schedule, 2)
     batch, weight, l1 = 4 * 2 * 4, 3 * 2 * 4, 4 * 3 * 4
     # l1's tile; from 84 on its gradient comes back; its backward task makes the weight's, which is kept to the end.
@@ -238,7 +238,7 @@ def test_a_part_of_a_region_is_let_go_when_the_region_has_been_put_together() ->
         loss=on(0, 1, degrees=(1, 2)),
     )
     tasks, schedule = played(graph, chosen)
-    spans, plan = TaskSpans(tasks, schedule), tasks.plan
+    spans, plan = TaskSpans(tasks, as_run(tasks, schedule)), tasks.plan
     (fetch,) = [own for own in plan.fetches if own.tensor == "next" and own.device == 0]
     (reader, _), (mine,) = fetch.consumers[0], [own.holding for own in fetch.pieces if plan.holdings[own.holding].device == 0]
     assert mine in spans.dropped and reader in spans.second
@@ -282,11 +282,11 @@ def test_between_what_tasks_need_and_the_bound(case: tuple[OperatorGraph, Topolo
     graph, topology, chosen = case
     tasks, schedule = played(graph, chosen, topology)
     plan, curves, run = tasks.plan, memory_over_time(tasks, schedule, 2), as_run(tasks, schedule)
-    tasks, schedule = run.tasks, run.schedule
+    schedule = run.schedule
     for curve, bound in zip(curves, peak_bytes(plan, 2), strict=True):
         assert curve.times_ns[0] == 0 and (curve.times_ns[1:] > curve.times_ns[:-1]).all()
         assert (curve.bytes_held >= 0).all() and curve.peak_bytes <= bound
-    kept, lives = kept_bytes(plan), lives_of(tasks, schedule)
+    kept, lives = [own.kept for own in tile_sizes(plan)], lives_of(tasks, schedule)
     for time, device, needed in working_sets(tasks, schedule):
         curve = curves[device]
         held = curve.bytes_held[curve.times_ns.searchsorted(time, side="right") - 1]

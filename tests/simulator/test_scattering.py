@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from soap.model.regions import Box, contains, intersect, volume
-from soap.plan.scattering import choose_cells
+from soap.plan.planning import choose_cells
 from tests.extent import MANY
 from tests.strategies import boxes
 

@@ -42,6 +42,15 @@ def test_a_run_needs_all_its_values_when_it_begins_again() -> None:
     assert passes(plan, 6, back=True) <= found[regather_name(named[order[2]])]
 
 
+def test_values_of_a_run_come_when_the_run_before_it_goes_back() -> None:
+    """Layers 1 to 3 are recomputed together: the gathers of layers 3 and 4 cannot wait for those two places before theirs."""
+    graph = layers()
+    plan = build_plan(graph, recomputed(graph, fsdp(graph, FOUR), ("l1", "l2", "l3", "l5", "l6")), FOUR)
+    waits = {plan.syncs[own.sync].parameter: own.after_backward for own in gathers(plan) if own.backward}
+    after = {name[:2]: "".join(sorted({plan.operator(plan.tiles[tile]).name for tile in tiles})) for name, tiles in waits.items()}
+    assert after == {"l5": "", "l6": "", "l7": "", "l1": "l6", "l2": "l7", "l3": "l7", "l4": "l7", "l0": "l3"}
+
+
 @given(cases())
 def test_no_gather_waits_for_itself(case: tuple[OperatorGraph, Topology, Strategy]) -> None:
     graph, topology, strategy = case

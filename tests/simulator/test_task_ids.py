@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numba import njit
 
 from soap.errors import ModelError
 from soap.model.graph import WHOLE, DimMap, Factor, OperatorGraph
 from soap.profiles.roofline import RooflineCosts
 from soap.simulator.communication.prices import Communication
-from soap.simulator.compiled.task_keys import task_key
+from soap.simulator.compiled import task_keys
 from soap.simulator.engine import Engine
-from soap.simulator.task_ids import CHUNKS, LIMITS, MICRO_BATCHES, check_id
 from soap.simulator.task_list import TaskList
-from soap.simulator.tasks import TaskKind
+from soap.simulator.tasks import CHUNKS, LIMITS, MICRO_BATCHES, TaskKind, check_id
 from soap.strategy.config import OpConfig, Strategy
 from tests.extent import MANY
 from tests.graph_builder import SAMPLE, GraphBuilder, mlp
@@ -22,6 +22,11 @@ from tests.simulator.compiled.agreement import compiled_tasks, reference_tasks
 from tests.strategies import cluster
 
 IDS = st.tuples(*(st.one_of(st.integers(0, limit - 1), st.sampled_from((0, 1, limit - 2, limit - 1))) for limit in LIMITS.values()))
+
+
+@njit
+def task_key(phase, position, stage, a, b, c, chunk=0):  # type: ignore[no-untyped-def]
+    return task_keys.task_key(phase, position, stage, a, b, c, chunk)
 
 
 @given(IDS, IDS)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from soap.api import export
-from soap.measure.tile_operands import TileOperands
+from soap.measure.tile_timing import TileOperands
 from soap.plan.tiling import tiles_of
 from soap.strategy.config import OpConfig
 from soap.tracing.execute import ExecutableModel

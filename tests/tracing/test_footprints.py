@@ -15,8 +15,10 @@ from soap.model.graph import RECURRENT_KINDS, Footprint
 from soap.plan.tiling import tiles_of
 from soap.simulator.memory.footprint import Use, kept_places, kept_share
 from soap.strategy.config import OpConfig
-from soap.tracing.footprints import find_footprints
+from soap.tracing import footprints
+from soap.tracing.footprints import _Trials, find_footprints
 from soap.tracing.importer import import_program
+from soap.tracing.layouts import layouts_of, like
 from soap.tracing.load import load_model
 from tests.extent import often
 from tests.tracing.emulation import kept_bytes as really_kept
@@ -193,3 +195,50 @@ def test_a_file_is_priced_for_the_devices_of_the_cluster(tmp_path: Path) -> None
     simulators = [soap.api.simulator_for(tmp_path / "m.pt2", name, costs="estimate") for name in ("local:2", "p100-4x4")]
     footprints = [max(one.kept_bytes for one in own.graph.footprints["second"]) for own in simulators]
     assert footprints[0] > footprints[1] == 0 and len({own.graph.hash for own in simulators}) == 1
+
+
+class Layers(torch.nn.Module):
+    """Equal layers, with views, a transposition and parts of one tensor."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.wide = torch.nn.ModuleList(torch.nn.Linear(6, 18) for _ in range(count))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.wide:
+            one, two, three = layer(x).chunk(3, -1)
+            x = x + torch.bmm(torch.bmm(one, two.transpose(1, 2)).softmax(-1), three)
+        return x.square().mean()
+
+
+def test_however_many_layers_each_kind_of_operator_runs_and_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran, run = [], _Trials._run
+    monkeypatch.setattr(_Trials, "_run", lambda self, tile, regions: ran.append(tile) or run(self, tile, regions))
+    found = {}
+    for count in (3, 5):
+        model = import_program(torch.export.export(Layers(count), (torch.zeros(4, 5, 6),)), name="layers")
+        ran.clear()
+        second = {name: own for name, own in model.graph.footprints.items() if name.startswith(("wide.1", "bmm_2", "bmm_3"))}
+        found[count] = len(ran), len(model.graph.operators), second
+    (few_runs, few, one), (many_runs, many, other) = found[3], found[5]
+    assert many_runs == few_runs > 0 and many > few
+    assert one == other and len(one) == 3
+
+
+def test_results_of_an_equal_operator_lie_as_those_of_the_one_that_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all operators run, footprints are the same; so is how results lie and which of them share memory."""
+    model = import_program(torch.export.export(Layers(4), (torch.zeros(4, 5, 6),)), name="layers")
+    first = find_footprints(model)
+    monkeypatch.setattr(footprints, "layouts_of", lambda results, operands: None)
+    assert find_footprints(model) == first
+    x = torch.zeros(4, 6)
+    made = (*x.view(2, 2, 6).transpose(0, 1).chunk(2, -1), torch.zeros(3), torch.zeros(8)[2:6].view(2, 2))
+    known = layouts_of(made, (x,))
+    assert known is not None
+    again = like(known, (x,))
+    assert [(t.shape, t.stride(), t.storage_offset(), t.untyped_storage().nbytes()) for t in again] == [
+        (t.shape, t.stride(), t.storage_offset(), t.untyped_storage().nbytes()) for t in made
+    ]
+    assert [t.untyped_storage()._cdata == x.untyped_storage()._cdata for t in again] == [True, True, False, False]
+    assert again[2].untyped_storage()._cdata != again[3].untyped_storage()._cdata
+    assert layouts_of((x.view(torch.int32),), (x,)) is None

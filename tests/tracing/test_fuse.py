@@ -3,10 +3,13 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from soap.tracing.fuse import Fuser
+from soap.tracing.match import Group
 from tests.tracing.emulation import compare, draw_configs
 from tests.tracing.programs import Lambda, described, imported
 
@@ -154,3 +157,27 @@ def test_calls_that_come_in_along_several_ways_stay_split_where_the_ways_agree()
         assert f" {expected} " in embedding, make.__name__
         for seed in range(4):
             compare(model, draw_configs(model.graph, random.Random(seed)))
+
+
+def test_each_further_layer_costs_as_many_looks_as_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down, self.norm = nn.Linear(4, 8), nn.Linear(8, 4), nn.LayerNorm(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.norm(self.down(F.gelu(self.up(x))))
+
+    looks: list[str] = []
+    uses, needs = Group.uses, Fuser._needs
+    monkeypatch.setattr(Group, "uses", lambda self: looks.append("uses") or uses(self))
+    monkeypatch.setattr(Fuser, "_needs", lambda self, *numbers: looks.append("needs") or needs(self, *numbers))
+    counts = []
+    for layers in (2, 4, 6):
+        looks.clear()
+        model = imported(Lambda(lambda self, x: self.net(x).mean(), net=nn.Sequential(*(Residual() for _ in range(layers)))), torch.ones(2, 4))
+        counts.append((looks.count("uses"), looks.count("needs"), len(model.graph.operators)))
+    (few, few_needs, few_operators), (some, some_needs, some_operators), (many, many_needs, many_operators) = counts
+    assert many - some == some - few > 0
+    assert many_needs - some_needs == some_needs - few_needs > 0
+    assert many_operators - some_operators == some_operators - few_operators == 2 * 3  # the norm takes the sum along

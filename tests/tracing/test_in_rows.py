@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from soap.model.graph import Operator, OperatorGraph
 from soap.model.regions import relative, volume, whole
 from soap.plan.tiling import Tile, tiles_of
-from soap.simulator.memory.footprint import places_in_rows
+from soap.simulator.memory.footprint import shares_of
 from soap.strategy.config import OpConfig
 from soap.tracing.execute import ExecutableModel
 from soap.tracing.given import given
@@ -66,7 +66,7 @@ def compared(model: ExecutableModel, seed: int) -> Iterator[tuple[Operator, Tile
             for tile, copied in product(tiles_of(graph, position, config), (False, True)):
                 if all(volume(box) for box in (*tile.inputs, *tile.parameters, *tile.outputs)):
                     really = really_in_rows(model, op, tile, _regions(graph, op, tile, tensors, copied), context)
-                    yield op, tile, really, places_in_rows(graph, op, tile.intervals)
+                    yield op, tile, really, shares_of(graph, op, tile.intervals).in_rows
         (tile,) = tiles_of(graph, position, uncut)
         with torch.no_grad():
             regions = _regions(graph, op, tile, tensors, False)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from soap.model.regions import relative, volume, whole
-from soap.plan.own_labels import with_own_labels
+from soap.plan.samples import with_own_labels
 from soap.plan.tiling import tiles_of
 from soap.strategy.config import OpConfig
 from soap.tracing.execute import ExecutableModel

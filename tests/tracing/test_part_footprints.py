@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from soap.model.graph import Footprint, Operator, OperatorGraph
 from soap.plan.tiling import Tile, tiles_of, windows
-from soap.simulator.memory.footprint import kept_places, kept_share, passing_share
+from soap.simulator.memory.footprint import kept_share, shares_of
 from soap.simulator.memory.peaks import padded_bytes
 from soap.strategy.config import OpConfig
 from soap.tracing.execute import ExecutableModel
@@ -84,11 +84,10 @@ def operand_bytes(graph: OperatorGraph, op: Operator, tile: Tile, places: frozen
 
 def predicted(graph: OperatorGraph, op: Operator, tile: Tile) -> Taken:
     padded = sum(padded_bytes(graph, op, k, tile.inputs[k], tile.intervals) for k in windows(op))
-    forward, backward = passing_share(graph, op, tile.intervals)
-    kept = kept_share(graph, op, tile.intervals) + padded
-    places = kept_places(graph, op, tile.intervals)
-    assert places is not None
-    return Taken(kept + operand_bytes(graph, op, tile, places), kept + forward, kept + backward + padded)
+    own = shares_of(graph, op, tile.intervals)
+    kept = own.kept + padded
+    assert own.keeps is not None
+    return Taken(kept + operand_bytes(graph, op, tile, own.keeps), kept + own.forward, kept + own.backward + padded)
 
 
 def found(graph: OperatorGraph, op: Operator, tile: Tile, own: Footprint) -> Taken:

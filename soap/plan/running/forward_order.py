@@ -11,12 +11,21 @@ Each rule takes a topological order of all tiles and returns one. ``forward_orde
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from soap.errors import RuntimeFailure
 from soap.plan.plan import Part, Plan
 from soap.plan.running.activity import PlanIndex
 from soap.plan.running.epilogue import LossEpilogue, closing_tensors
-from soap.plan.running.execution_order import ExecutionOrder
+
+
+@dataclass(frozen=True)
+class ExecutionOrder:
+    """Tiles (positions in ``Plan.tiles``) in the order in which their passes begin. ``forward``: all tiles. ``backward``: the tiles that
+    have a backward pass; if empty, the forward order is reversed."""
+
+    forward: tuple[int, ...]
+    backward: tuple[int, ...] = ()
 
 
 def forward_order(plan: Plan, index: PlanIndex, order: ExecutionOrder, epilogue: LossEpilogue) -> ExecutionOrder:

@@ -15,8 +15,7 @@ from soap.plan.recomputation import Recomputation, find_recomputation
 from soap.plan.running.activity import Activity, PlanIndex, answered_from_afar, find_activity
 from soap.plan.running.backward_order import Turns, backward_turns, by_action
 from soap.plan.running.epilogue import LossEpilogue, epilogue_of, no_epilogue, usable_epilogue
-from soap.plan.running.execution_order import ExecutionOrder
-from soap.plan.running.forward_order import forward_order
+from soap.plan.running.forward_order import ExecutionOrder, forward_order
 from soap.plan.running.segments import Segment, cut_segments
 
 

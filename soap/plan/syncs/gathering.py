@@ -4,7 +4,9 @@ A device gathers what it reads in the order of the first forward uses, then once
 group of regions waits for the uses of the group that is ``Strategy.prefetch`` + 1 places before it in this order, on each of its readers,
 and so that much is held at most. Exception: passes that may themselves need this gather (of parameters that are used early and late) are
 not waited for. Those that are have an earlier operator (forward), or one that is later than where the gather is first needed (backward),
-so no gather waits for itself. Recomputed operators need values when they run again, which may be long before their own backward passes.
+so no gather waits for itself. Recomputed operators need values when they run again, which may be long before their own backward passes: all
+that run again together need theirs at once. Where that group's uses are not all waited for, those before it are, up to the first group of
+which all are. So the values of a run that is recomputed come when the run before it goes back, and not all with the first.
 
 With micro-batches values are gathered once, and stay until the last of their uses in the step, as with ``reshard_after_forward=False`` of
 PyTorch's FSDP, which is what its pipelines use: all gathers begin with the step, in the order of their first uses, and wait for nothing.
@@ -13,7 +15,7 @@ Where another trainer keeps values without micro-batches (``Wrapped.kept``), gat
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from soap.plan.plan import Plan, ShardSync
@@ -63,19 +65,23 @@ def gathers(plan: Plan) -> tuple[Gather, ...]:
     back = frozenset(position for position, op in enumerate(plan.graph.operators) if plan.graph.needs_backward(op))
     uses = {number: sorted({tile for tile, _ in plan.syncs[number].uses}) for number in numbers}
     on = {number: _by_device(plan, tiles) for number, tiles in uses.items()}
-    first = {number: min(plan.tiles[tile].operator for tile in own) for number, own in uses.items()}
-    needed = needed_from(plan)
-    last = {
-        number: max(needed[op] for tile in own if (op := plan.tiles[tile].operator) in back)
-        for number, own in uses.items()
-        if is_read_back(plan, plan.syncs[number])
-    }
+    at = {number: sorted({plan.tiles[tile].operator for tile in own}) for number, own in uses.items()}
+    needed, first = needed_from(plan), {number: own[0] for number, own in at.items()}
+    last = {number: max(needed[op] for op in own if op in back) for number, own in at.items() if is_read_back(plan, plan.syncs[number])}
     order: list[Item] = [(number, False) for number in sorted(numbers, key=lambda number: (first[number], places[number]))]
     order += [(number, True) for number in sorted(last, key=lambda number: (-last[number], places[number]))]
-    before, found = _before(plan, order), list[Gather]()
+    final = {number: next((op for op in own if op in back), 0) for number, own in at.items()}
+
+    def is_over(earlier: Item, item: Item) -> bool:
+        """Whether all uses of an earlier gather's values come before an item's are needed."""
+        if item[1]:
+            return not earlier[1] or final[earlier[0]] > last[item[0]]
+        return at[earlier[0]][-1] < first[item[0]]
+
+    awaited, found = _awaited(plan, order, is_over), list[Gather]()
     for number, backward in order:
         forward_tiles, backward_tiles = set(uses[number] if backward else ()), set[int]()
-        for device, (other, other_backward) in before[number, backward]:
+        for device, (other, other_backward) in awaited[number, backward]:
             for tile in on[other].get(device, ()):
                 operator = plan.tiles[tile].operator
                 if not other_backward and (backward or operator < first[number]):
@@ -187,6 +193,20 @@ def _before(plan: Plan, order: Sequence[Item]) -> Mapping[Item, Sequence[tuple[i
     for device, own in sorted(_by_reader(plan, order).items()) if plan.order is None else ():
         for earlier, item in zip(own, own[ahead:], strict=False):
             found[item].append((device, earlier))
+    return found
+
+
+def _awaited(plan: Plan, order: Sequence[Item], is_over: Callable[[Item, Item], bool]) -> Mapping[Item, Sequence[tuple[int, Item]]]:
+    """Gather -> (device, gather) of those for whose uses it waits there: the one of ``_before``, and those before that, up to the first one
+    that ``is_over`` in time."""
+    found: dict[Item, list[tuple[int, Item]]] = {item: [] for item in order}
+    ahead = plan.strategy.prefetch + 1
+    for device, own in sorted(_by_reader(plan, order).items()) if plan.order is None else ():
+        for place in range(ahead, len(own)):
+            for earlier in reversed(own[: place - ahead + 1]):
+                found[own[place]].append((device, earlier))
+                if is_over(earlier, own[place]):
+                    break
     return found
 
 

@@ -50,12 +50,11 @@ class Keeping:
             sync, first, trainable = strategy.sync(parameter), len(shards), self._graph.tensors[parameter].requires_grad
             for index, (box, readers, uses) in enumerate(cells):
                 places = tuple((first_tile[operator] + tile, place) for operator, tile, place in uses)
-                used, leaders = serving(self._topology, sync, readers)
-                active = trainable and any(operator in self._graph.backward_operators for operator, _, _ in uses)
-                if not active and (trainable or not used.contract.gathers_values):
+                used = self.used(parameter, (box, readers, uses), sync)
+                if used is None:
                     shards.append(Shard(parameter, len(shards) - first, box, readers, places, trainable))
                     continue
-                method = method_of(used.contract)
+                method, (_, leaders) = method_of(used.contract), serving(self._topology, sync, readers)
                 owned = method.owners(parameter, index, box, readers, leaders, used, self._places)
                 numbers = tuple(range(len(shards), len(shards) + len(owned)))
                 for part, owners in owned:
@@ -68,6 +67,13 @@ class Keeping:
         of_graph = self._graph, tiles, shards
         groups = [method.groups(*of_graph, syncs[method.contract.name], self._wrapped) for method in self._in_order(syncs)]
         return tuple(shards), tuple(chain.from_iterable(groups))
+
+    def used(self, parameter: str, cell: Cell, sync: SyncConfig) -> SyncConfig | None:
+        """How a region of a parameter is synchronized if ``sync`` is asked for; None if it is not synchronized."""
+        _, readers, uses = cell
+        trainable, (used, _) = self._graph.tensors[parameter].requires_grad, serving(self._topology, sync, readers)
+        active = trainable and any(operator in self._graph.backward_operators for operator, _, _ in uses)
+        return None if not active and (trainable or not used.contract.gathers_values) else used
 
     @staticmethod
     def _in_order(syncs: Iterable[str]) -> list[SyncMethod]:

@@ -4,12 +4,15 @@ Tensors are named as in the user's model: ``model.<parameter or buffer>``, ``opt
 synchronization with a state, ``sync.state.<parameter>.<name>`` (of compressed parameters one for each rank, see ``rank_state``). Each is
 stored in its full shape; ranks write and read regions of it. A checkpoint also holds the step and the seed. These two are the whole state
 of random numbers: dropout is a function of (seed, step, call).
+
+Methods of synchronization keep state of their own. Each of its tensors is a region of one that has the parameter's shape, like the
+optimizer's state. A plan whose methods have no state of that name ignores it. A method whose state is missing in a checkpoint starts fresh.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,10 +26,18 @@ from soap.errors import CheckpointError, SoapError
 from soap.model.regions import lengths, subtract, volume, whole
 from soap.plan.plan import Plan
 from soap.runtime.checkpoint.folder import MANIFEST, begin, discard, publish, resolve, unwritable
-from soap.runtime.checkpoint.manifest import Manifest, ParameterState, damaged, model_name, read_manifest, require_optimizer, state_name
+from soap.runtime.checkpoint.manifest import (
+    Manifest,
+    ParameterState,
+    damaged,
+    model_name,
+    read_manifest,
+    require_optimizer,
+    state_name,
+    sync_state_name,
+)
 from soap.runtime.checkpoint.rank_state import rank_state_to_read, rank_state_to_save, require_same_training, restore_ranks, states_of
 from soap.runtime.checkpoint.storage import CheckpointReader, CheckpointWriter, Region, RegionLoadPlanner, RegionSavePlanner
-from soap.runtime.checkpoint.sync_state import by_shard, kept_names, state_to_read, state_to_save
 from soap.runtime.comm.redistribute import Communicator
 from soap.runtime.compression.peer import CompressedTraining
 from soap.runtime.step.gradients import Gradients
@@ -37,6 +48,54 @@ from soap.runtime.updates.optimizers import recorded_name
 from soap.runtime.updates.parts import Part
 from soap.runtime.updates.schedules import Schedule
 from soap.tracing.model import TracedModel
+
+
+def kept_names(plan: Plan) -> dict[str, tuple[str, ...]]:
+    """Parameter -> names of the states that its methods keep."""
+    found: dict[str, dict[str, None]] = {}
+    for sync in plan.syncs:
+        for number in sync.shards if sync.contract.state else ():
+            found.setdefault(plan.shards[number].parameter, {}).update(dict.fromkeys(sync.contract.state))
+    return {parameter: tuple(names) for parameter, names in found.items()}
+
+
+def state_to_save(
+    store: ShardStore, names: Mapping[str, tuple[str, ...]], kept: Mapping[int, Mapping[str, torch.Tensor]]
+) -> Iterator[Region]:
+    """The regions that this rank saves: of shards whose first device it is. Shards without a state are saved as zeros. ``kept``: shard ->
+    name -> tensor."""
+    plan = store.plan
+    for number, tensor in store.tensors.items():
+        shard = plan.shards[number]
+        if shard.devices[0] == store.rank:
+            shape, own = plan.graph.tensors[shard.parameter].shape, kept.get(number, {})
+            for name in names.get(shard.parameter, ()):
+                value = own[name] if name in own else torch.zeros_like(tensor, requires_grad=False)
+                yield Region(sync_state_name(shard.parameter, name), shape, shard.box, value)
+
+
+def state_to_read(store: ShardStore, manifest: Manifest) -> dict[tuple[int, str], Region]:
+    """(shard, name) -> empty tensor for a state that this plan's methods keep of this rank's shards, if the checkpoint has it."""
+    plan, found = store.plan, dict[tuple[int, str], Region]()
+    for sync in plan.syncs:
+        for number in sync.shards if sync.contract.state else ():
+            shard = plan.shards[number]
+            for name in sync.contract.state if number in store.tensors else ():
+                if name in manifest.sync_states.get(shard.parameter, ()):
+                    stored = manifest.tensors[sync_state_name(shard.parameter, name)]
+                    dtype: torch.dtype = getattr(torch, stored.dtype)
+                    empty = torch.empty(lengths(shard.box), dtype=dtype, device=store.tensors[number].device)
+                    found[number, name] = Region(sync_state_name(shard.parameter, name), stored.shape, shard.box, empty)
+    return found
+
+
+def by_shard(kept: Mapping[tuple[int, str], Region]) -> dict[int, dict[str, torch.Tensor]]:
+    """Shard -> name -> tensor."""
+    found: dict[int, dict[str, torch.Tensor]] = {}
+    for (number, name), region in kept.items():
+        found.setdefault(number, {})[name] = region.tensor
+    return found
+
 
 T = TypeVar("T")
 

@@ -8,7 +8,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from soap.errors import RuntimeFailure, SoapError
+from soap.errors import CheckpointError, ModelError, RuntimeFailure, SoapError
+from soap.model.regions import whole
+from soap.runtime.checkpoint.folder import resolve
+from soap.runtime.checkpoint.manifest import model_name, read_manifest
+from soap.runtime.checkpoint.storage import CheckpointReader, Region, RegionLoadPlanner
 from soap.runtime.comm.whole import whole_buffers, whole_parameters
 from soap.weights.places import check_place_of_weights
 from soap.weights.seam import Kind
@@ -16,6 +20,32 @@ from soap.weights.writing import require_writable, write_weights
 
 if TYPE_CHECKING:
     from soap.runtime.trainer import Trainer
+
+
+class CheckpointWeights:
+    """See ``Weights``: those of a checkpoint, or of the latest in a folder. ModelError in one line if it is damaged."""
+
+    is_mapped = False
+
+    def __init__(self, path: str | Path) -> None:
+        try:
+            checkpoint = resolve(path)
+            manifest = read_manifest(checkpoint)
+        except CheckpointError as error:
+            raise ModelError(f"weights {str(path)!r}: {error}") from None
+        self.said = str(path)
+        self._manifest, self._reader = manifest, CheckpointReader(checkpoint, manifest)
+        prefix = model_name("")
+        stored = {name.removeprefix(prefix): own for name, own in manifest.tensors.items() if name.startswith(prefix)}
+        self.kinds: Mapping[str, Kind] = {name: Kind(own.shape, getattr(torch, own.dtype)) for name, own in stored.items()}
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """See ``Weights``; read from the disk each time."""
+        shape, dtype = self.kinds[name]
+        found = torch.empty(shape, dtype=dtype)
+        planner = RegionLoadPlanner([Region(model_name(name), shape, whole(shape), found)], self._manifest)
+        self._reader.read_data(planner.create_local_plan(), planner)
+        return found
 
 
 def save_weights(trainer: Trainer, folder: Path, names: Mapping[str, str]) -> Path:
@@ -31,9 +61,9 @@ def save_weights(trainer: Trainer, folder: Path, names: Mapping[str, str]) -> Pa
     buffers, parameters = whole_buffers(trainer), whole_parameters(trainer)
 
     def tensors() -> Iterator[torch.Tensor]:
-        for _, whole in parameters:
-            assert whole is not None
-            yield whole
+        for _, value in parameters:
+            assert value is not None
+            yield value
         yield from (buffers[name] for name in saved)
         yield from map(trainer.place, others.values())
 

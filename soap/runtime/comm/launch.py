@@ -1,6 +1,9 @@
 """Start one process per device on this host with torchrun's launcher, and end all of them whatever happens.
 
 Under ``torchrun`` (several hosts, or the user's own command line) nothing is started: this process is already one of the ranks.
+
+Ranks meet at a server of ours: torch's own ``c10d`` rendezvous listens on all interfaces, lets in whoever comes, and unpickles what it is
+sent.
 """
 
 from __future__ import annotations
@@ -9,12 +12,14 @@ import inspect
 import os
 import pickle
 import signal
+import socket
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from math import inf
 from multiprocessing import resource_tracker
 from queue import SimpleQueue
@@ -23,9 +28,12 @@ from typing import Any, TypeVar
 from uuid import uuid4
 
 import torch
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters, rendezvous_handler_registry
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from soap import time_limit
@@ -33,9 +41,38 @@ from soap.errors import RuntimeFailure, StoppedBySignal
 from soap.logs import NATIVE_LOG_LEVEL, silenced
 from soap.runtime.comm.failures import AFTERMATH_S, Folder, Kind, kind_of, message_of, open_desk, told_positions
 from soap.runtime.comm.launched import loopback, own_rank, under_launcher, world_size
-from soap.runtime.comm.meeting import BACKEND
 from soap.runtime.comm.position import HERE, describe
 from soap.runtime.comm.rank_processes import Environment, end_with_launcher, import_ahead, start_method
+
+BACKEND = "soap"
+BACKLOG = 1024
+"""Ranks that knock at once."""
+
+
+class Meeting(StaticTCPRendezvous):
+    """The meeting place of one launcher, whose store it is."""
+
+    def __init__(self, address: str, run: str, timeout_s: int) -> None:
+        family = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][0]
+        with socket.create_server((address, 0), family=family, backlog=BACKLOG) as listening:
+            port = int(listening.getsockname()[1])
+            super().__init__(address, port, 0, 1, run, timeout_s)
+            limit = timedelta(seconds=timeout_s)
+            self._store = TCPStore(
+                address, port, None, True, limit, wait_for_workers=False, master_listen_fd=listening.detach(), use_libuv=True
+            )
+
+    def get_backend(self) -> str:
+        """Its name."""
+        return BACKEND
+
+
+def _made(parameters: RendezvousParameters) -> RendezvousHandler:
+    return Meeting(parameters.endpoint, parameters.run_id, int(parameters.config["timeout"]))
+
+
+rendezvous_handler_registry.register(BACKEND, _made)
+
 
 Result = TypeVar("Result")
 

@@ -5,30 +5,106 @@ through pinned host memory.
 
 All-gather and reduce-scatter are done as all-to-alls: gloo's own reduce-scatter sends whole buffers (slower than its all-reduce), and its
 all-gather needs equal sizes and runs its steps one after the other. Sums add in a fixed order, so that equal runs give equal bits.
+
+Groups are made by their members alone. ``torch.distributed.new_group`` wants to be called on all ranks, because it counts the groups of a
+process, and the count is a group's name in the store. Ranks that make their own groups only have to agree on names in another way.
+``use_local_synchronization`` does not help: it names a group by its members and by how many groups the process is in (torch 2.13), which
+differs between members as soon as groups overlap. So the count is set to the group's number among all, which rank 0 has told. No cycle of
+ranks that wait for each other: members make their groups by ascending numbers.
 """
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
+from soap.errors import RuntimeFailure
 from soap.runtime.comm import signs
 from soap.runtime.comm.failures import tell_before_leaving
 from soap.runtime.comm.handing_out import hand_out
-from soap.runtime.comm.new_groups import Groups, make_groups
 from soap.runtime.comm.packing import as_bytes, pack, plain
 from soap.runtime.comm.position import HERE
-from soap.runtime.comm.traffic import Traffic
 from soap.runtime.system import clock
 from soap.runtime.system.gloo_threads import calm_gloo
 from soap.simulator.memory.transit import SENT_BYTES, SENT_TENSORS
+
+Groups = dict[tuple[int, ...], dist.ProcessGroup | None]
+"""Devices, ascending -> their group; None for the group of all. Devices, descending -> a second group of the same: gloo requests a message
+on the connection on which it sends, so requests queue behind data, and what goes one way would wait for all that goes the other."""
+
+
+def all_make_all() -> bool:
+    """Whether every rank has to take part in making every group: NCCL splits a communicator that is bound to a GPU, or torch was told to
+    wait for all ranks after each."""
+    world = dist.group.WORLD
+    return (world is not None and world.bound_device_id is not None) or os.environ.get("TORCH_DIST_INIT_BARRIER") == "1"
+
+
+def needed_by(groups: Sequence[tuple[int, ...]], ranks: int) -> list[dict[int, tuple[int, ...]]]:
+    """By rank, the groups that it has to make, by number."""
+    if all_make_all():
+        return [dict(enumerate(groups))] * ranks
+    found: list[dict[int, tuple[int, ...]]] = [{} for _ in range(ranks)]
+    for number, devices in enumerate(groups):
+        for device in devices:
+            found[device][number] = devices
+    return found
+
+
+def make_groups(known: Groups, groups: Mapping[int, tuple[int, ...]], count: int, timeout: timedelta) -> None:
+    """Make those that are not known. Called on all ranks at once; each gives at least the groups that it is in, and equal numbers, below
+    ``count``."""
+    world, rank, all_of_them = distributed_c10d._world, dist.get_rank(), all_make_all()
+    if not isinstance(getattr(world, "group_count", None), int):  # torch's own matter, as 2.11 to 2.13 have it
+        raise RuntimeFailure(f"torch {torch.__version__} counts process groups in a way that we do not know; expected torch 2.11 to 2.13")
+    first = world.group_count
+    for number, devices in sorted(groups.items()):
+        if devices not in known and (all_of_them or rank in devices):
+            world.group_count = first + number
+            known[devices] = dist.new_group(list(devices), timeout=timeout)
+    world.group_count = first + count
+
+
+@dataclass
+class Traffic:
+    """Payload bytes that this rank has moved in training steps.
+
+    ``sent``, ``received``: pieces of activations and of their gradients; ``exchanged``: the part that exchanges received. ``reduced``: sums
+    over groups, by size of the buffer, counted on every member; ``scattered``: the part in which each member has a cell.
+    ``synchronized``: all-reduced gradients.
+
+    Sent and received together: ``pulled``: values or rows from owners; ``pushed``: gradients to owners; ``handed``: both between a leader
+    and the other members of its host; ``gathered``: row gradients that readers give each other; ``index``: row numbers and counts of these;
+    ``compressed``: messages of compressed gradients.
+
+    To no other rank: ``offloaded``: what operators keep, copied to the host; ``restored``: copied back.
+    """
+
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    exchanged_bytes: int = 0
+    reduced_bytes: int = 0
+    scattered_bytes: int = 0
+    synchronized_bytes: int = 0
+    pulled_bytes: int = 0
+    pushed_bytes: int = 0
+    handed_bytes: int = 0
+    gathered_bytes: int = 0
+    index_bytes: int = 0
+    compressed_bytes: int = 0
+    offloaded_bytes: int = 0
+    restored_bytes: int = 0
+
 
 EXCHANGE_TAG = 2**30
 """Tag of all-to-alls, above the tags of messages and gradients. Above it are those of answers."""
@@ -126,7 +202,7 @@ class Communicator:
         self.open_numbered(dict(enumerate(every)), len(every))
 
     def open_numbered(self, groups: Mapping[int, tuple[int, ...]], count: int) -> None:
-        """The same, by numbers below ``count``: a rank needs to name those groups alone that it is in (``new_groups.needed_by``)."""
+        """The same, by numbers below ``count``: a rank needs to name those groups alone that it is in (``needed_by``)."""
         make_groups(self.groups, groups, count, self._timeout)
         calm_gloo()
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 
 from soap.plan.compression.bf16 import PartsLayout
-from soap.runtime.compression import place
+from soap.runtime.compression import seam
 from soap.runtime.compression.parts import NarrowParts
 from soap.strategy.compression import Bf16
 
@@ -19,11 +19,11 @@ class Rounded(NarrowParts[Bf16, PartsLayout]):
 
     def narrow(self, rows: torch.Tensor) -> torch.Tensor:
         """Rounded to the nearest, ties to even."""
-        return place.as_bytes(rows.to(torch.bfloat16))
+        return seam.as_bytes(rows.to(torch.bfloat16))
 
     def wide(self, rows: torch.Tensor) -> torch.Tensor:
         """The same numbers."""
-        return place.from_bytes(rows, torch.bfloat16).to(self.kept_dtype)
+        return seam.from_bytes(rows, torch.bfloat16).to(self.kept_dtype)
 
 
 COMPRESSOR = Rounded

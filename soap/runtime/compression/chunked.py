@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 
 from soap.plan.compression.chunked import CHUNK, LEVELS_BYTES, ChunkedLayout
-from soap.runtime.compression import place
+from soap.runtime.compression import seam
 from soap.runtime.compression.seam import Compressor, Selected, State
 from soap.strategy.compression import Chunked
 
@@ -73,19 +73,19 @@ class LargestOfChunks(Compressor[Chunked, ChunkedLayout]):
         """Codes of chunks' values, and what will be read from them."""
         if self.compression.codes == "bf16":
             narrow = values.to(NARROW)
-            return place.as_bytes(narrow), narrow.to(self.kept_dtype)
+            return seam.as_bytes(narrow), narrow.to(self.kept_dtype)
         magnitudes = values.abs()
         smallest = torch.where(real, magnitudes, torch.inf).amin(1, keepdim=True)
         middle = smallest + (magnitudes.amax(1, keepdim=True) - smallest) / 2
         high = magnitudes >= middle
         levels = torch.cat([_means(magnitudes, real & ~high), _means(magnitudes, high)], 1).to(NARROW)
         bits = (values < 0).to(torch.uint8) + 2 * high.to(torch.uint8)
-        return torch.cat([place.as_bytes(levels), _packed_pairs(bits)], 1), self._from_bits(levels, bits)
+        return torch.cat([seam.as_bytes(levels), _packed_pairs(bits)], 1), self._from_bits(levels, bits)
 
     def _decoded(self, codes: torch.Tensor) -> torch.Tensor:
         if self.compression.codes == "bf16":
-            return place.from_bytes(codes, NARROW).to(self.kept_dtype)
-        levels = place.from_bytes(codes[:, :LEVELS_BYTES], NARROW)
+            return seam.from_bytes(codes, NARROW).to(self.kept_dtype)
+        levels = seam.from_bytes(codes[:, :LEVELS_BYTES], NARROW)
         return self._from_bits(levels, _unpacked_pairs(codes[:, LEVELS_BYTES:], self.layout.kept)) * self._real(codes.device)
 
     def _from_bits(self, levels: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:

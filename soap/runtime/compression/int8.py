@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 
 from soap.plan.compression.int8 import BLOCK, BlocksLayout
-from soap.runtime.compression import place
+from soap.runtime.compression import seam
 from soap.runtime.compression.parts import NarrowParts
 from soap.strategy.compression import Int8
 
@@ -28,13 +28,13 @@ class Scaled(NarrowParts[Int8, BlocksLayout]):
         scales = (blocks.abs().amax(2) / LARGEST).to(torch.float32)
         wide = scales.to(rows.dtype)[:, :, None]
         numbers = torch.where(wide > 0, blocks / wide, 0).round().clamp(-LARGEST, LARGEST).to(torch.int8)
-        return torch.cat([place.as_bytes(scales), place.as_bytes(numbers.flatten(1))], 1)
+        return torch.cat([seam.as_bytes(scales), seam.as_bytes(numbers.flatten(1))], 1)
 
     def wide(self, rows: torch.Tensor) -> torch.Tensor:
         """Numbers times scales."""
         size = self.layout.scale_bytes
-        scales = place.from_bytes(rows[:, :size], torch.float32).to(self.kept_dtype)
-        numbers = place.from_bytes(rows[:, size:], torch.int8).to(self.kept_dtype)
+        scales = seam.from_bytes(rows[:, :size], torch.float32).to(self.kept_dtype)
+        numbers = seam.from_bytes(rows[:, size:], torch.int8).to(self.kept_dtype)
         return (numbers.view(*scales.shape, BLOCK) * scales[:, :, None]).flatten(1)
 
 

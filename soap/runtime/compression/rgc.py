@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 
 from soap.plan.compression.seam import INTERVAL
-from soap.runtime.compression import device_selection, place
+from soap.runtime.compression import device_selection, seam
 from soap.runtime.compression.seam import Selected, State
 from soap.runtime.compression.selection import Surveyed, reused
 from soap.runtime.compression.sparse import SparseCompressor, selected_by
@@ -46,7 +46,7 @@ class LargestElements(SparseCompressor[Rgc]):
         if "threshold" not in state.own or not young or state.numbers.get("sought") != self.layout.kept:
             return None
         threshold = state.own["threshold"]
-        if not place.on_host(residual):
+        if not seam.on_host(residual):
             state.numbers["age"] += 1
             return device_selection.above(residual, threshold, self.layout.capacity)
         positions = reused(Surveyed.of(residual, mean=False), float(threshold), self.layout.kept // 2, self.layout.capacity)

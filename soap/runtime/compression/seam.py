@@ -26,9 +26,28 @@ import torch
 
 from soap.errors import RuntimeFailure
 from soap.plan.compression.seam import Layout, layout_of
-from soap.runtime.compression import place
-from soap.runtime.compression.selection import not_finite
 from soap.strategy.compression import Compression
+
+
+def on_host(tensor: torch.Tensor) -> bool:
+    """Whether Python may look at values. Of a GPU it would have to wait for all that is queued; within a step nobody does."""
+    return tensor.device.type == "cpu"
+
+
+def as_bytes(rows: torch.Tensor) -> torch.Tensor:
+    """Rows of numbers as rows of bytes. (Torch has no views of other types of what is empty.)"""
+    if rows.numel() == 0:
+        return torch.zeros(rows.shape[0], rows.shape[1] * rows.element_size(), dtype=torch.uint8, device=rows.device)
+    return rows.contiguous().view(torch.uint8)
+
+
+def from_bytes(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Rows of bytes, perhaps cut out of longer ones, as the numbers that they are."""
+    if rows.numel() == 0:
+        return torch.zeros(rows.shape[0], rows.shape[1] // dtype.itemsize, dtype=dtype, device=rows.device)
+    aligned = rows.storage_offset() % dtype.itemsize == 0 and rows.stride(0) % dtype.itemsize == 0 and rows.stride(1) == 1
+    return (rows if aligned else rows.clone(memory_format=torch.contiguous_format)).view(dtype)
+
 
 Settings = TypeVar("Settings", bound=Compression)
 Sizes = TypeVar("Sizes", bound=Layout)
@@ -129,7 +148,7 @@ class Compressor(ABC, Generic[Settings, Sizes]):
                 f"{self.dtype}; expected the parameter's own"
             )
         flat = gradient.detach().reshape(-1)
-        if place.on_host(flat):  # a GPU is not asked: what is not finite reaches all ranks' sums, and the loss
+        if on_host(flat):  # a GPU is not asked: what is not finite reaches all ranks' sums, and the loss
             require_finite(flat)
         return flat.to(self.kept_dtype)
 
@@ -166,3 +185,8 @@ def compressor_of(
     kind = import_module(f"soap.runtime.compression.{compression.module}").COMPRESSOR
     made: Compressor[Compression, Layout] = kind(compression, layout, dtype, rank)
     return made
+
+
+def not_finite(value: float) -> str:
+    """The line about a gradient that cannot be compressed."""
+    return f"a gradient to be compressed has an element that is {value}; expected finite numbers: lower the learning rate, or clip"

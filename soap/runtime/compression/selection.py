@@ -1,8 +1,14 @@
 """Which elements of a tensor are the largest, at the speed of memory on a processor. ``device_selection`` does the same on GPUs.
 
-One pass notes the largest key of each block of 128 elements (``kernels``). Of the k blocks with the largest maxima each has an element
+One pass notes the largest key of each block of 128 elements. Of the k blocks with the largest maxima each has an element
 at least as large as the last one's maximum. So the k-th largest maximum is a bound: at least k elements reach it, and all that do are in
 blocks whose maximum does. A second pass reads these blocks, and collects a little more than k elements; the rest is done among these.
+
+What is compared is a *key*: an element's magnitude, or, where only one sign counts, its magnitude if it has that sign and else zero. A key
+is ``max(up * value, down * value)``; for (1, -1) the magnitude, for (1, 0) and (-1, 0) of one sign. All numbers have the gradient's type.
+
+Every block has its largest key noted, and later passes read only blocks that can have what they look for: at a density of a thousandth,
+an eighth of the memory. Sums are made in an order that depends neither on vector units nor on threads, so equal runs give equal bits.
 """
 
 from __future__ import annotations
@@ -14,11 +20,95 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from numba import njit
+from numba.extending import overload
 
 from soap.errors import RuntimeFailure
 from soap.plan.compression.seam import PROBES
-from soap.runtime.compression.kernels import BLOCK, CHUNK, collect_above, note_maxima, sum_keys
+from soap.runtime.compression.seam import not_finite
 from soap.runtime.sync.row_update import parallel
+
+BLOCK = 128
+"""Elements that share a maximum."""
+CHUNK = 4096
+"""Elements that share a sum. Threads work on whole chunks."""
+
+Array = Any
+Number = Any
+
+_kernel = njit(cache=True, nogil=True, error_model="numpy")
+
+
+def _like(value: Number, example: Number) -> Number:
+    """A whole number in the example's type. Numba computes with 64 bits otherwise, which halves what vector units do at once."""
+    raise NotImplementedError("only compiled code calls it")
+
+
+@overload(_like, inline="always")
+def _compiled_like(value, example):  # type: ignore[no-untyped-def]
+    kind = example
+
+    def convert(value, example):  # type: ignore[no-untyped-def]
+        return kind(value)
+
+    return convert
+
+
+@_kernel
+def note_maxima(bits: Array, kind: Array, first: int, stop: int, maxima: Array) -> None:
+    """Largest keys of blocks from ``first`` to ``stop``, as whole numbers: without its sign bit a float's bits grow with its magnitude, and
+    those of NaN and infinity are above all others. ``bits``: the tensor's memory. ``kind``: a key's bits are (bits ^ kind[0]) & kind[1], if
+    that is positive."""
+    flip, mask = kind[0], kind[1]
+    for block in range(first, stop):
+        start = block * BLOCK
+        largest = _like(0, flip)
+        if start + BLOCK <= len(bits):
+            for i in range(BLOCK):  # loops of constant length are vectorized best
+                key = _like(_like(bits[start + i] ^ flip, flip) & mask, flip)
+                largest = key if key > largest else largest
+        else:
+            for i in range(start, len(bits)):
+                key = _like(_like(bits[i] ^ flip, flip) & mask, flip)
+                largest = key if key > largest else largest
+        maxima[block] = largest
+
+
+@_kernel
+def sum_keys(values: Array, up: Number, down: Number, first: int, stop: int, lanes: Array, sums: Array) -> None:
+    """Sums of keys, for chunks from ``first`` to ``stop``. ``lanes``: room for BLOCK sums, which are made beside each other."""
+    for chunk in range(first, stop):
+        begin, end = chunk * CHUNK, min(chunk * CHUNK + CHUNK, len(values))
+        blocks = (end - begin) // BLOCK
+        for i in range(BLOCK):
+            lanes[i] = 0
+        for block in range(blocks):
+            for i in range(BLOCK):
+                value = values[begin + block * BLOCK + i]
+                lanes[i] += max(up * value, down * value)
+        rest = begin + blocks * BLOCK
+        for i in range(rest, end):
+            lanes[i - rest] += max(up * values[i], down * values[i])
+        total = 0.0
+        for i in range(BLOCK):
+            total += lanes[i]
+        sums[chunk] = total
+
+
+@_kernel
+def collect_above(values: Array, up: Number, down: Number, maxima: Array, threshold: Number, first: int, stop: int, found: Array) -> int:
+    """Positions of keys that exceed the threshold, in blocks from ``first`` to ``stop``, in order. Returns how many. ``maxima``: as
+    floats."""
+    count, at = len(values), 0
+    for block in range(first, stop):
+        if maxima[block] > threshold:
+            start = block * BLOCK
+            for i in range(start, min(start + BLOCK, count)):
+                if max(up * values[i], down * values[i]) > threshold:
+                    found[at] = i
+                    at += 1
+    return at
+
 
 Positions = npt.NDArray[np.int64]
 
@@ -174,11 +264,6 @@ def reused(tensor: Surveyed, threshold: float, least: int, most: int) -> Positio
     """Positions of keys above the threshold of an earlier step; None if it has become a bad one: not ``least`` to ``most`` exceed it."""
     found = tensor.above(tensor.values.dtype.type(threshold))
     return found if least <= len(found) <= most else None
-
-
-def not_finite(value: float) -> str:
-    """The line about a gradient that cannot be compressed."""
-    return f"a gradient to be compressed has an element that is {value}; expected finite numbers: lower the learning rate, or clip"
 
 
 def _largest(tensor: Surveyed, positions: Positions, count: int) -> Positions:

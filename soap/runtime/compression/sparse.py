@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 import torch
 
 from soap.plan.compression.rgc import LENGTH_BYTES, SparseLayout
-from soap.runtime.compression import device_selection, place
+from soap.runtime.compression import device_selection, seam
 from soap.runtime.compression.seam import Compressor, Selected, State, sizes_of
 from soap.runtime.compression.selection import Surveyed, exact, search, trimmed
 from soap.strategy.compression import Compression, Selection
@@ -59,7 +59,7 @@ class SparseCompressor(Compressor[Settings, SparseLayout], Generic[Settings]):
         if self.layout.ragged:
             rows = tuple(self.padded(part) for part in torch.split(received, sizes_of(state.step["sizes"])))
         for row in rows:
-            count = self.length(row) if place.on_host(row) else self.layout.capacity  # a GPU is not asked: padding adds zeros
+            count = self.length(row) if seam.on_host(row) else self.layout.capacity  # a GPU is not asked: padding adds zeros
             total.index_add_(0, self.positions(row)[:count].long(), self.values(row, count))
         return self.shaped(total)
 
@@ -114,7 +114,7 @@ def selected_by(
 
     On GPUs trimmed top-k is the exact one in few elements, which blocks of fixed shapes are for.
     """
-    if not place.on_host(residual):
+    if not seam.on_host(residual):
         if selection in ("exact", "trimmed"):
             return *device_selection.exact(residual, count, sign), None
         (positions, number), threshold = device_selection.search(residual, count, sign)

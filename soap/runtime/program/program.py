@@ -9,19 +9,36 @@ With micro-batches (``Plan.order``) both passes take turns: ``Program.interleave
 *Segments.* Consecutive tiles of a rank form one autograd graph until something has to be received or summed for the next tile, or a
 gradient has to be received. Segments can run backward by decreasing start.
 
-In which order tiles and segments run is ``plan.running``'s. Each of these modules decides on one part of the rest, and states its
-invariant: ``epilogue_apart`` (what runs after the backward pass), ``action_order`` (what follows tiles and segments), ``second_runs``
-(recomputed segments), ``number_sums`` and ``sync_actions`` (keeping parameters in step).
+In which order tiles and segments run is ``plan.running``'s. ``action_order`` decides what follows tiles and
+segments, ``sync_actions`` how parameters are kept in step; the rest, here, keeps these:
+
+*Invariant*: no action before the end of the backward pass waits for a number that only the epilogue reads.
+
+*Invariant*: reductions of one number each with the same devices and dtype become one action at the end of the forward pass: nothing reads
+them before the backward pass is over. If one such sum gives every device all numbers that enter the loss epilogue, every device can compute
+the loss from it.
+
+*Invariant*: a segment's second run comes right before the backward pass for which it is made (``RunOrder.second_turns``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from soap.plan.division import weights_name
+from soap.plan.flows import reduced_tensor
 from soap.plan.offloading import come_back_with
-from soap.plan.plan import Plan
+from soap.plan.plan import (
+    Plan,
+    backward_name,
+    exchange_name,
+    forward_name,
+    message_name,
+    recompute_name,
+    reduce_name,
+)
 from soap.plan.recomputation import dropped_holdings
 from soap.plan.running.activity import (
     Activity,
@@ -31,17 +48,76 @@ from soap.plan.running.activity import (
     count_second_readers,
     count_takers,
 )
-from soap.plan.running.execution_order import ExecutionOrder
-from soap.plan.running.forward_order import places_of
-from soap.plan.running.run_order import run_order
+from soap.plan.running.epilogue import LossEpilogue, closing_tensors
+from soap.plan.running.forward_order import ExecutionOrder, places_of
+from soap.plan.running.run_order import RunOrder, run_order
 from soap.plan.running.segments import Segment, answered_elsewhere, read_elsewhere
 from soap.plan.syncs.bucketing import idle_shards
-from soap.runtime.program.action_order import backward_entries, forward_entries, in_order, interleaved
+from soap.runtime.program import sync_actions
+from soap.runtime.program.action_order import BEFORE, Entry, backward_entries, forward_entries, in_order, interleaved
 from soap.runtime.program.actions import Action, ActionKind
-from soap.runtime.program.epilogue_apart import set_apart
-from soap.runtime.program.number_sums import NumberSums, everyone_knows, sum_together
-from soap.runtime.program.second_runs import second_runs
 from soap.runtime.program.sync_actions import after_backward, after_update, before_forward, gather_entries, groups
+
+
+def second_runs(run: RunOrder) -> Iterator[Entry]:
+    """The second run of each recomputed segment."""
+    for turn, number in run.second_turns:
+        yield (turn, BEFORE, run.segments[number].start), Action(ActionKind.RECOMPUTE, number, (run.segments[number].device,))
+
+
+NumberSums = tuple[tuple[int, ...], ...]
+"""Reductions that are summed together."""
+
+
+def sum_together(plan: Plan, sums: Iterable[Action]) -> tuple[NumberSums, list[Action]]:
+    """The groups of reductions that are summed together, and one action for each group."""
+    found: dict[tuple[tuple[int, ...], str], list[int]] = {}
+    for action in sums:
+        reduction = plan.reductions[action.subject]
+        dtype = plan.graph.tensors[reduced_tensor(plan, reduction)].dtype
+        found.setdefault((reduction.devices, dtype), []).append(action.subject)
+    actions = [Action(ActionKind.REDUCE_NUMBERS, number, devices) for number, (devices, _) in enumerate(found)]
+    return tuple(map(tuple, found.values())), actions
+
+
+def everyone_knows(plan: Plan, epilogue: LossEpilogue, number_sums: Sequence[Sequence[int]]) -> bool:
+    """Whether a single sum over all devices has every number that enters the epilogue, each once."""
+    if not epilogue.operators or len(number_sums) != 1:
+        return False
+    found = [reduced_tensor(plan, plan.reductions[number]) for number in number_sums[0]]
+    everywhere = len(plan.reductions[number_sums[0][0]].devices) == plan.device_count
+    return everywhere and len(found) == len(epilogue.seeds) and set(found) == set(epilogue.seeds)
+
+
+@dataclass(frozen=True)
+class Parted:
+    """``before``: actions of the forward pass. ``sums``: reductions that only the epilogue reads. ``behind``: the epilogue's own actions,
+    which run after the backward pass."""
+
+    before: list[Action]
+    sums: list[Action]
+    behind: list[Action]
+
+
+def set_apart(plan: Plan, epilogue: LossEpilogue, actions: Iterable[Action]) -> Parted:
+    """Split the actions of the forward pass into these three lists; each keeps its order."""
+    closing = closing_tensors(plan, epilogue)
+    parted = Parted([], [], [])
+    for action in actions:
+        if action.kind is ActionKind.REDUCE:
+            closes = reduced_tensor(plan, plan.reductions[action.subject]) in closing
+            (parted.sums if closes else parted.before).append(action)
+            continue
+        if action.kind not in (ActionKind.TILE, ActionKind.TRANSFER, ActionKind.EXCHANGE):
+            parted.before.append(action)
+            continue
+        if action.kind is ActionKind.TILE:
+            apart = plan.tiles[action.subject].operator in epilogue.operators
+        else:
+            carrier = plan.messages[action.subject] if action.kind is ActionKind.TRANSFER else plan.exchanges[action.subject]
+            apart = plan.fetches[carrier.parts[0][0]].tensor in closing
+        (parted.behind if apart else parted.before).append(action)
+    return parted
 
 
 @dataclass(frozen=True)
@@ -122,7 +198,7 @@ class Program:
 
     def device_groups(self, *, both_ways: bool) -> list[tuple[int, ...]]:
         """The distinct sets of devices that sum or exchange something together, in an order that is the same on all ranks. ``both_ways``:
-        also those that have a second group, as ``comm.new_groups.Groups`` has them."""
+        also those that have a second group, as ``comm.redistribute.Groups`` has them."""
         sets = {r.devices for r in self.plan.reductions} | {s.devices for s in self.plan.shards} | {e.devices for e in self.plan.exchanges}
         everyone = tuple(range(self.plan.device_count))
         sets |= groups(self.plan) | ({everyone[::-1]} if self.plan.messages else set())
@@ -193,3 +269,32 @@ def _losses(plan: Plan) -> dict[int, int]:
     """Device -> the first holding in which it has the loss of replica 0."""
     made = [(i, h) for i, h in enumerate(plan.holdings) if h.tensor == plan.graph.loss and plan.tiles[h.tile].replica == 0]
     return {held.device: i for i, held in reversed(made)}
+
+
+GRADIENTS = (ActionKind.RETURN, ActionKind.RETURN_EXCHANGE, ActionKind.REDUCE_GRADIENT)
+"""Kinds that move gradients: their tasks are the transposes of forward ones."""
+
+_PASSES = {ActionKind.SEGMENT: backward_name, ActionKind.WEIGHTS: weights_name, ActionKind.RECOMPUTE: recompute_name}
+
+
+def task_name(program: Program, kind: str, subject: int) -> str:
+    """The name of the task that an action is, or begins with. ``kind``: name of an ``ActionKind``."""
+    plan, back = program.plan, ActionKind[kind] in GRADIENTS
+    match ActionKind[kind]:
+        case ActionKind.TILE:
+            return forward_name(plan.operator(plan.tiles[subject]), plan.tiles[subject])
+        case ActionKind.SEGMENT | ActionKind.WEIGHTS | ActionKind.RECOMPUTE as own:
+            first = plan.tiles[program.segments[subject].tiles[0]]
+            return _PASSES[own](plan.operator(first), first)
+        case ActionKind.TRANSFER | ActionKind.RETURN:
+            return message_name(plan, plan.messages[subject], gradient=back)
+        case ActionKind.EXCHANGE | ActionKind.RETURN_EXCHANGE:
+            return exchange_name(plan, plan.exchanges[subject], gradient=back)
+        case ActionKind.REDUCE | ActionKind.REDUCE_GRADIENT | ActionKind.REDUCE_NUMBERS:
+            number = program.number_sums[subject][0] if ActionKind[kind] is ActionKind.REDUCE_NUMBERS else subject
+            reduction = plan.reductions[number]
+            return reduce_name(plan.graph.operators[reduction.operator], reduction, gradient=back)
+        case ActionKind.LOSS:
+            return "tell the loss"
+        case own:
+            return sync_actions.task_name(plan, own, subject)

@@ -12,7 +12,7 @@ from soap.plan.own_part import OwnUses, Places, PlanParts, by_device
 from soap.plan.pass_order import PassOrder
 from soap.plan.plan import Plan, Shard, ShardSync
 from soap.plan.running.activity import Activity
-from soap.plan.running.execution_order import ExecutionOrder
+from soap.plan.running.forward_order import ExecutionOrder
 from soap.plan.running.segments import Segment
 from soap.runtime.program.actions import Action, ActionKind
 from soap.runtime.program.program import Program

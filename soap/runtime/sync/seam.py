@@ -86,7 +86,7 @@ class RankSync(ABC):
 
     @classmethod
     def groups(cls, plan: Plan, sync: ShardSync) -> Iterable[tuple[int, ...]]:
-        """The sets of devices that exchange something, beside all its members; descending: see ``comm.new_groups.Groups``."""
+        """The sets of devices that exchange something, beside all its members; descending: see ``comm.redistribute.Groups``."""
         return ()
 
     @classmethod

@@ -1,7 +1,7 @@
 """Sharded optimizer states: gradients are reduce-scattered to the readers that own parts, updated values are all-gathered from them.
 
 Large parts travel from where they lie to where they belong: gradients from the tensors that autograd has made, values from copy to copy.
-Small ones are collected in a buffer, ordered by owner, and travel together (``layout``). Owners add up what they get in the order of the
+Small ones are collected in a buffer, ordered by owner, and travel together (``shards``). Owners add up what they get in the order of the
 readers, so that equal runs give equal bits. Both exchanges are messages between all pairs: gloo's own reduce-scatter moves twice the bytes.
 Between accelerators both are collectives of equal parts (``plan.syncs.even_parts``), which add up on the way: the buffer then has room for
 as much of each owner as of the one that owns most.
@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -25,19 +25,78 @@ from soap.model.regions import lengths
 from soap.plan.plan import Plan, ReadRegion, ShardSync, sync_name
 from soap.plan.syncs.sharded_state import sum_name
 from soap.plan.syncs.sharing import copies_of, holders
-from soap.runtime.comm.even_parts import all_gather_parts, reduce_scatter_parts
 from soap.runtime.comm.packing import pack
-from soap.runtime.comm.pieces import exchange_pieces
+from soap.runtime.comm.parcels import all_gather_parts, exchange_pieces, reduce_scatter_parts
 from soap.runtime.comm.redistribute import Pending
 from soap.runtime.program.actions import ActionKind
 from soap.runtime.step.micro_batch import MicroBatch
-from soap.runtime.sync.gradient_parts import GradientParts
-from soap.runtime.sync.layout import Layout
 from soap.runtime.sync.roles import pieces_read
 from soap.runtime.sync.seam import Gradient, RankSync, SyncContext
+from soap.runtime.sync.shards import Layout
 from soap.runtime.trace import Watch
 from soap.simulator.memory.transit import SENT_BYTES, SENT_TENSORS
 from soap.simulator.tasks import TaskKind
+
+
+class Taken(NamedTuple):
+    """Gradients that leave, all flat. ``buffer``: of small parts, as the ``Layout`` has them. ``large``: shard -> its gradient."""
+
+    buffer: torch.Tensor
+    large: dict[int, torch.Tensor]
+
+
+class GradientParts:
+    """The gradients of one synchronization. Small parts are collected in a buffer, ordered by owner; the buffer exists from the first of
+    them on. Of a large region the gradient stays where autograd has made it. ``like``: a tensor of the dtype, on the device.
+
+    Parts are cut by rows, so each is one piece of its region's memory. What can be known beforehand is: this runs for every gradient.
+    """
+
+    def __init__(self, sync: ShardSync, layout: Layout, like: torch.Tensor) -> None:
+        self._layout, self._like = layout, like
+        self._regions = [region.shards for region in sync.regions]
+        self._shapes = [lengths(region.box) for region in sync.regions]
+        self._is_large = [shards[0] in layout.large for shards in self._regions]
+        self._sizes = [layout.sizes_of(shards) for shards in self._regions]
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop all."""
+        self._buffer: torch.Tensor | None = None
+        self._filled = set[int]()
+        self._whole: dict[int, torch.Tensor] = {}
+
+    def add(self, place: int, gradient: torch.Tensor) -> None:
+        """Add a segment's gradient of region number ``place``. The tensor is ours from now on."""
+        if self._is_large[place]:
+            if place in self._whole:
+                self._whole[place].add_(gradient)
+            else:
+                self._whole[place] = gradient.resolve_conj().resolve_neg().contiguous()
+            return
+        given = torch.split(gradient.reshape(-1), self._sizes[place])
+        (torch._foreach_add_ if place in self._filled else torch._foreach_copy_)(self._places(place), given)
+        self._filled.add(place)
+
+    def take(self) -> Taken:
+        """All gradients, which are forgotten here; zeros where there was none."""
+        large: dict[int, torch.Tensor] = {}
+        for place, shards in enumerate(self._regions):
+            if self._is_large[place]:
+                whole = self._whole.get(place)
+                whole = self._like.new_zeros(self._shapes[place]) if whole is None else whole
+                large.update(zip(shards, torch.split(whole.view(-1), self._sizes[place]), strict=True))
+            elif place not in self._filled:
+                torch._foreach_zero_(self._places(place))
+        buffer = self._like.new_empty(0) if self._buffer is None else self._buffer
+        self.forget()
+        return Taken(buffer, large)
+
+    def _places(self, place: int) -> list[torch.Tensor]:
+        """A region's parts of the buffer, flat. The buffer is made if there is none yet."""
+        if self._buffer is None:
+            self._buffer = self._like.new_empty(self._layout.size)
+        return [self._buffer[self._layout.places[shard]] for shard in self._regions[place]]
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""The clock of the calling thread's device: this machine's, unless another one is installed (``soap.emulation.virtual_clock``).
+"""The clock of the calling thread's device: this machine's, unless another one is installed (``soap.emulation.placement``).
 
 Code calls ``catch_up`` before it communicates, and ``resume`` after it has waited. So an emulated device can be slower than this machine's
 cores. On the machine's own clock both do nothing.

@@ -49,7 +49,8 @@ from soap.simulator.compiled.draws import Drawing, play_draws
 from soap.simulator.compiled.evaluate import adopt, evaluate, take_back
 from soap.simulator.compiled.events import NO_BOUND, STOPPED
 from soap.simulator.compiled.history import complete
-from soap.simulator.compiled.jit import compiled, entry
+from soap.simulator.compiled.jit import compiled
+from soap.simulator.compiled.machine_code import entry
 from soap.simulator.compiled.memory import bound_memory
 from soap.simulator.compiled.memory_estimate import judge_by_estimate
 from soap.simulator.compiled.memory_tables import FITS, LIKELY, UNKNOWN, MemoryTables

@@ -18,10 +18,10 @@ uniformly from a set that does not depend on the state.
   for all of them together: d(S) is the product of the probabilities along the run, each given the operator that it was reached from; w(S)
   uses the rough cost of the whole run; log_ratio has the same form. d(S) > 0 everywhere in the space.
 - ``segment``: a segment that is configured as one of its alternatives takes another one, drawn uniformly: symmetric but for the weights.
-- ``sync`` (``compiled.syncs``): one parameter gets another method of synchronization, drawn uniformly: symmetric.
-- ``recompute`` (``compiled.recomputing``): a set of operators that are alike stays, is recomputed, or but for its products, or offloads:
+- ``sync``: one parameter gets another method of synchronization, drawn uniformly: symmetric.
+- ``recompute``: a set of operators that are alike stays, is recomputed, or but for its products, or offloads:
   another of what it may be, symmetric.
-- ``prefetch`` (``compiled.prefetching``): one group of values more, or less, is gathered ahead: symmetric.
+- ``prefetch``: one group of values more, or less, is gathered ahead: symmetric.
 
 A state outside of the space (weight 0) is never proposed. A move out of it counts as symmetric (log_ratio = 0).
 """
@@ -42,16 +42,116 @@ from soap.search.compiled.candidates import (
 )
 from soap.search.compiled.edits import NO_EFFECT, add
 from soap.search.compiled.memory import CANDIDATES, GROUP, INFORMED, PLACE, PREFETCHING, RECOMPUTE, REDRAW, RUN, SEGMENT, SYNC
-from soap.search.compiled.prefetching import propose_prefetch
-from soap.search.compiled.recomputing import propose_recompute
 from soap.search.compiled.runs import propose_run
 from soap.search.compiled.space_arrays import NO_WEIGHT, SearchTables
 from soap.search.compiled.suggestions import list_candidates
-from soap.search.compiled.syncs import propose_sync
 from soap.search.compiled.weighing import own_ns, rough_cost_ns
+from soap.search.space import MOST_PREFETCHED
 from soap.simulator.compiled.change import KEEP, OPERATORS, PARAMETERS, PREFETCH, Edit
 from soap.simulator.compiled.jit import compiled
+from soap.simulator.compiled.pass_order import own_devices
+from soap.simulator.compiled.state import State
+from soap.simulator.compiled.syncs.gathering import first_gathered
 from soap.simulator.compiled.world import World
+from soap.strategy.recomputation import LEVELS, LIGHT, RECOMPUTED
+
+
+@compiled
+def propose_sync(Z: SearchTables, C: State, E: Edit) -> float:
+    """Give one parameter another allowed method, both drawn uniformly: symmetric. A disallowed method is replaced and never proposed
+    again. Where there are sets of parameters that readers may own in parts, half of the moves give one to a whole set."""
+    Q, X = Z.grids, Z.chain
+    if len(Q.sync_parameter) == 0:
+        return NO_EFFECT
+    if len(Q.together_ptr) > 1 and below(X, 2) == 1:
+        return _propose_together(Q, X, C, E)
+    place = below(X, len(Q.sync_parameter))
+    parameter, first = Q.sync_parameter[place], Q.sync_ptr[place]
+    count, current = Q.sync_ptr[place + 1] - first, -1
+    for i in range(count):
+        current = i if Q.sync_choice[first + i] == C.sync[parameter] else current
+    chosen = below(X, count - 1) if current >= 0 else below(X, count)
+    if current >= 0 and chosen >= current:
+        chosen += 1
+    E.parameter[0], E.sync[0] = parameter, Q.sync_choice[first + chosen]
+    E.count[PARAMETERS] = 1
+    return 0.0
+
+
+@compiled
+def _propose_together(Q, X, C, E):  # type: ignore[no-untyped-def]
+    """Give all parameters of a set another method, if all have the same one now. Its own inverse: symmetric."""
+    own = below(X, len(Q.together_ptr) - 1)
+    first, last = Q.together_ptr[own], Q.together_ptr[own + 1]
+    place = Q.together[first]
+    code, begin = C.sync[Q.sync_parameter[place]], Q.sync_ptr[place]
+    count, current = Q.sync_ptr[place + 1] - begin, -1
+    for i in range(count):
+        current = i if Q.sync_choice[begin + i] == code else current
+    for i in range(first, last):
+        if C.sync[Q.sync_parameter[Q.together[i]]] != code:
+            current = -1
+    if current < 0:
+        return NO_EFFECT
+    chosen = below(X, count - 1)
+    chosen += 1 if chosen >= current else 0
+    for i in range(first, last):
+        E.parameter[i - first], E.sync[i - first] = Q.sync_parameter[Q.together[i]], Q.sync_choice[begin + chosen]
+    E.count[PARAMETERS] = last - first
+    return 0.0
+
+
+NONE = -1
+"""In place of an extent."""
+EXTENTS = len(LEVELS)
+
+
+@compiled
+def propose_recompute(W: World, Z: SearchTables, E: Edit) -> float:
+    """Give all operators of a set the marks of another extent than that which all of them have (``Space.marks``). Symmetric, as there are
+    as many others wherever that leads; no effect where they are not all alike."""
+    Q, X, C = Z.grids, Z.chain, W.state
+    if len(Q.again_ptr) < 2:
+        return NO_EFFECT
+    own = below(X, len(Q.again_ptr) - 1)
+    first, last = Q.again_ptr[own], Q.again_ptr[own + 1]
+    extents, held = 1, NONE
+    for extent in range(LIGHT + 1):
+        alike = new = True
+        for i in range(first, last):
+            alike &= C.marked[Q.again[i]] == Q.again_mark[EXTENTS * i + extent]
+        if extent == LIGHT:
+            new = False
+            for i in range(first, last):
+                new |= Q.again_mark[EXTENTS * i + RECOMPUTED] != Q.again_mark[EXTENTS * i + LIGHT]
+        extents += new and extent > 0
+        held = extent if alike and new else held
+    if held == NONE:
+        return NO_EFFECT
+    extent = (held + 1 + below(X, extents - 1)) % extents
+    E.dev_ptr[0] = 0
+    for i in range(first, last):
+        op, n = Q.again[i], i - first
+        at = E.dev_ptr[n]
+        E.operator[n], E.variant[n], E.replicas[n] = op, C.variant[op], C.replicas[op]
+        E.marked[n] = Q.again_mark[EXTENTS * i + extent]
+        E.dev_ptr[n + 1] = at + own_devices(W, op, E.dev, at)
+        X.edited[n] = X.grid[op]
+    E.count[OPERATORS] = last - first
+    return 0.0
+
+
+@compiled
+def propose_prefetch(W: World, Z: SearchTables, E: Edit) -> float:
+    """Let one group of values more, or less, be gathered while an earlier one is used, as likely: symmetric. No effect where nothing is
+    gathered, below 0 and above ``MOST_PREFETCHED``."""
+    step = 2 * below(Z.chain, 2) - 1
+    first, after = first_gathered(W), W.state.prefetch[0] + step
+    if first < 0 or after < 0 or (step > 0 and after > MOST_PREFETCHED):
+        return NO_EFFECT
+    E.count[PREFETCH], E.parameter[0] = after, first
+    return 0.0
+
 
 LISTED_SHARE = 0.5
 """Share of an informed move's candidates that are drawn from the suggestions of neighbours and reference strategies."""

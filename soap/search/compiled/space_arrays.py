@@ -1,10 +1,14 @@
 """The space of a compiled chain as arrays: grids and placements, neighbours and references, groups and segments.
 
 ``x_ptr``, ``x`` hold one list per item, as in ``simulator.compiled.graph_arrays``: item i has ``x[x_ptr[i]:x_ptr[i + 1]]``.
+
+A wrong estimate of a candidate wastes proposals but does not bias the chain: the acceptance probability corrects for it (``moves``).
 """
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from math import inf, log, perm, prod
 from typing import Any, NamedTuple, TypeVar
@@ -13,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from soap.cluster.topology import Topology
-from soap.search.compiled.estimates import rough_ns
+from soap.model.graph import OperatorGraph
+from soap.plan.tiling import tiles_of
 from soap.search.compiled.memory import ChainTables
-from soap.search.compiled.segments import find_segments
 from soap.search.sharing import owner_sets
 from soap.search.space import Grid, OperatorSpace, Space, grid_of
 from soap.simulator.compiled.graph_arrays import Floats, Ints, Longs
@@ -23,6 +27,69 @@ from soap.simulator.compiled.syncs.codes import SyncCodes
 from soap.simulator.costs import CostModel
 from soap.strategy.config import OpConfig
 from soap.strategy.recomputation import LEVELS
+
+_NUMBER = re.compile(r"\d+")
+LONGEST = 512
+"""The most operators in a segment: changing more amounts to another strategy."""
+
+
+class Segment(NamedTuple):
+    """``operators``: positions, ascending. ``alternatives``: the distinct ways in which reference strategies configure all of them, as far
+    as these lie inside of the space."""
+
+    operators: tuple[int, ...]
+    alternatives: tuple[tuple[OpConfig, ...], ...]
+
+
+def find_segments(space: Space) -> list[Segment]:
+    """Segments with at least two alternatives, each set of operators once."""
+    movable = set(space.movable)
+    names: dict[str, list[int]] = {"": []}
+    for position, op in enumerate(space.graph.operators):
+        if position in movable:
+            keys = {"", f"kind {op.kind}", *(op.name[: match.end()] for match in _NUMBER.finditer(op.name))}
+            for key in sorted(keys):
+                names.setdefault(key, []).append(position)
+    found = []
+    for operators in sorted({tuple(members) for members in names.values() if 1 < len(members) <= LONGEST}):
+        segment = Segment(operators, _alternatives(space, operators))
+        if len(segment.alternatives) > 1:
+            found.append(segment)
+    return found
+
+
+def _alternatives(space: Space, operators: tuple[int, ...]) -> tuple[tuple[OpConfig, ...], ...]:
+    found: dict[tuple[OpConfig, ...], None] = {}
+    for strategy in space.references:
+        configs = tuple(strategy.operators[space.graph.operators[i].name] for i in operators)
+        if all(space.operators[i].log_weight(config) > float("-inf") for i, config in zip(operators, configs, strict=True)):
+            found[configs] = None
+    return tuple(found)
+
+
+def rough_ns(graph: OperatorGraph, position: int, grids: Sequence[Grid], topology: Topology, costs: CostModel) -> Floats:
+    """Rough time of each grid of an operator, ns, shape (grids,): forward and backward pass of the largest tile, on average over the
+    devices, plus an all-reduce of each
+    parameter over the copies of its shards, on the slowest link. Placements and neighbours are ignored."""
+    op = graph.operators[position]
+    (whole,) = tiles_of(graph, position, OpConfig((1,) * len(op.factors), (0,)))
+    counts, backward = Counter(device.type for device in topology.devices), graph.needs_backward(op)
+    times = {kind: costs.forward_ns(graph, whole, kind) + (costs.backward_ns(graph, whole, kind) if backward else 0) for kind in counts}
+    compute_ns = sum(count * times[kind] for kind, count in counts.items()) / topology.device_count
+    table = np.array(grids, np.int64).reshape(len(grids), 1 + len(op.factors))
+    degrees = table[:, 1:]
+    sizes = np.array([max(1, factor.size) for factor in op.factors], np.int64)
+    found = compute_ns * np.prod(np.ceil(sizes / degrees) / sizes, axis=1)
+    slowest = min(topology.effective_bandwidths, default=float("inf"))
+    for operand in dict.fromkeys(op.parameters):
+        tensor = graph.tensors[operand.tensor]
+        if tensor.requires_grad:
+            along = sorted({dim.factor for dim in operand.dims if dim.factor is not None})
+            shards = np.prod(degrees[:, along], axis=1)
+            copies = np.prod(table, axis=1) / shards
+            found = found + 2e9 * (copies - 1) / copies * prod(tensor.shape) * tensor.itemsize / shards / slowest
+    return np.asarray(found, np.float64)
+
 
 Tables = TypeVar("Tables", bound=NamedTuple)
 
@@ -45,7 +112,7 @@ class GridTables(NamedTuple):
 
     By set of placements: ``place_count`` lists of one device per tile, from ``place[place_ptr[set]]`` on.
 
-    ``estimate[estimate_ptr[op] + grid - grid_ptr[space]]``: rough time, ns (``estimates.rough_ns``). ``size``: list of an operator's factor
+    ``estimate[estimate_ptr[op] + grid - grid_ptr[space]]``: rough time, ns (``rough_ns``). ``size``: list of an operator's factor
     sizes (1 if it cannot be split). ``sync_parameter``: parameters with a choice of methods; ``sync_choice``: list of their codes
     (``syncs.codes``). ``together``: list of the places in ``sync_parameter`` of each set of ``sharing.owner_sets``.
     ``again``: list of the operators of each of ``Space.marks``; ``again_mark``: of each, its mark at which extent (``Marked.at``).

@@ -2,22 +2,46 @@
 
 from __future__ import annotations
 
-from soap.simulator.compiled.graph_arrays import Floats, Longs
-from soap.simulator.compiled.jit import compiled, entry
+from typing import NamedTuple
+
+import numpy as np
+
+from soap.simulator.compiled.graph_arrays import FloatRows, LongRows, Longs
+from soap.simulator.compiled.handles import arrays_of
+from soap.simulator.compiled.jit import compiled
+from soap.simulator.compiled.machine_code import entry
+
+Boxes = np.ndarray[tuple[int, int, int], np.dtype[np.int64]]
 
 
-@entry
-def busiest_readers_seconds(
-    part_ptr: Longs, holders: Longs, boxes: Longs, tile_ptr: Longs, readers: Longs, reads: Longs,
-    nearest: Longs, latency: Floats, per_byte: Floats, itemsize: int, moved: Longs, found: Floats,
-) -> None:  # fmt: skip
-    """Fill ``found``, [source, reader]: seconds for which the busiest device receives: it gets from the nearest holder what its tiles read
-    and it does not hold.
+class Edges(NamedTuple):
+    """Edges from each of some sources to each of some readers.
 
     Source a has the parts ``part_ptr[a]:part_ptr[a + 1]``: ``holders``, [part, device], whether it holds the part; ``boxes``, [part,
     dimension, start or stop]. Reader b has the tiles ``tile_ptr[b]:tile_ptr[b + 1]``: ``readers``, [tile], its device; ``reads``, as
     ``boxes``, what it reads. ``nearest``: [rank, device], the other devices by how near they are. ``latency``, ``per_byte``: [from, to], in
-    seconds. ``moved``: [from, to], room for bytes."""
+    seconds. ``moved``: [from, to], room for bytes.
+    ``found``: [source, reader], seconds.
+    """
+
+    part_ptr: Longs
+    holders: LongRows
+    boxes: Boxes
+    tile_ptr: Longs
+    readers: Longs
+    reads: Boxes
+    nearest: LongRows
+    latency: FloatRows
+    per_byte: FloatRows
+    moved: LongRows
+    found: FloatRows
+
+
+@entry
+def busiest_readers_seconds(edges: Edges, itemsize: int) -> None:
+    """Fill ``found``: for how long the busiest device receives; it gets from the nearest holder what its tiles read and it does not
+    hold."""
+    part_ptr, holders, boxes, tile_ptr, readers, reads, nearest, latency, per_byte, moved, found = arrays_of(edges)
     devices = len(latency)
     for source in range(len(part_ptr) - 1):
         for reader in range(len(tile_ptr) - 1):

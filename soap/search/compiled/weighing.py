@@ -1,4 +1,4 @@
-"""Rough cost of a candidate beside its neighbours (compiled): ``estimates.rough_ns`` plus transfers along edges."""
+"""Rough cost of a candidate beside its neighbours (compiled): ``space_arrays.rough_ns`` plus transfers along edges."""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from soap.plan.collectives import flow_links
-from soap.plan.own_labels import count_name
 from soap.plan.plan import Plan, reduce_name
+from soap.plan.samples import count_name
 from soap.plan.syncs.clipping import NORM_NAME, sums_norm
 from soap.plan.syncs.even_parts import Collective
 from soap.plan.syncs.seam import method_for

@@ -9,7 +9,8 @@ import numpy as np
 
 from soap.simulator.compiled.graph_arrays import ClusterTables
 from soap.simulator.compiled.hashing import hash_join, hash_place
-from soap.simulator.compiled.jit import compiled, entry
+from soap.simulator.compiled.jit import compiled
+from soap.simulator.compiled.machine_code import entry
 from soap.simulator.compiled.scratch import BUSIEST, FLOWS, FULL, LINKS, RESOURCES, STAMP, Scratch
 from soap.simulator.compiled.state import Groups, Lists
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from soap.simulator.compiled.carriers import carry
 from soap.simulator.compiled.fetches import cover_all
 from soap.simulator.compiled.holdings import gather_reads, make_holdings
-from soap.simulator.compiled.jit import entry
+from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.scattering import scatter_sums
 from soap.simulator.compiled.scratch import BOUNDS, CELL_BOXES
 from soap.simulator.compiled.world import World
 
 
-@entry
+@compiled
 def deliver(W: World, op: int) -> None:
     """Fill the scratch with an operator's holdings, reductions, fetches with their pieces, and carriers."""
     S = W.scratch

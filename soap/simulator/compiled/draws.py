@@ -15,12 +15,13 @@ from soap.plan.syncs.seam import COMBINE, RESTORE, SELECT
 from soap.simulator.compiled.arrays import copy, sort
 from soap.simulator.compiled.events import NO_BOUND, simulate_all
 from soap.simulator.compiled.graph_arrays import Floats, Ints, Longs, device_types
-from soap.simulator.compiled.handles import handle
-from soap.simulator.compiled.jit import compiled, entry, inlined
+from soap.simulator.compiled.handles import blank, handle
+from soap.simulator.compiled.jit import compiled, inlined
+from soap.simulator.compiled.machine_code import entry
 from soap.simulator.compiled.marks import runs_again
 from soap.simulator.compiled.rows import is_sparse_lookup
 from soap.simulator.compiled.second_runs import weights_slot
-from soap.simulator.compiled.state import BACKWARD_TILE, FORWARD_TILE, SLOTS, UPDATE_DEVICE, State, make_state
+from soap.simulator.compiled.state import BACKWARD_TILE, FORWARD_TILE, SLOTS, UPDATE_DEVICE, State
 from soap.simulator.compiled.task_keys import SYNC, phase_of, stage_of
 from soap.simulator.compiled.tile_times import AGAIN, PASSES, WEIGHTS
 from soap.simulator.compiled.trial import Trial, make_trial
@@ -93,15 +94,7 @@ def make_drawing(tables: DrawTables, state: State, resources: int, devices: int)
     return Drawing(tables, state._replace(**own), make_trial(slots, resources, devices))
 
 
-def _no_drawing() -> Drawing:
-    """What plays nothing under draws. Has no draws."""
-    ints, longs, floats = np.zeros(2, np.int32), np.zeros(2, np.int64), np.zeros(2, np.float64)
-    return Drawing(
-        DrawTables(longs, ints, floats, floats, floats, floats, longs, longs, ints), make_state(0, 0, 0, 0, 0, 0), make_trial(1, 1, 1)
-    )
-
-
-NO_DRAWING = handle(_no_drawing())
+NO_DRAWING = handle(blank(Drawing))
 """Plays no draws."""
 
 

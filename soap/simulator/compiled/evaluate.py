@@ -33,7 +33,8 @@ from soap.simulator.compiled.events import (
     play,
 )
 from soap.simulator.compiled.history import complete, first_difference, first_tile, resume, retrace, take_snapshots
-from soap.simulator.compiled.jit import compiled, entry
+from soap.simulator.compiled.jit import compiled
+from soap.simulator.compiled.machine_code import entry
 from soap.simulator.compiled.matching import forget_matches, match_slots, match_sums
 from soap.simulator.compiled.pass_order import first_reordered
 from soap.simulator.compiled.rows import is_sparse_lookup

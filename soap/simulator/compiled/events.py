@@ -13,8 +13,9 @@ from soap.simulator.compiled.arrays import copy, fill
 from soap.simulator.compiled.device_clock import tile_end
 from soap.simulator.compiled.graph_arrays import GraphTables
 from soap.simulator.compiled.handles import arrays_of
-from soap.simulator.compiled.jit import compiled, entry, inlined
+from soap.simulator.compiled.jit import compiled, inlined
 from soap.simulator.compiled.links import communicate
+from soap.simulator.compiled.machine_code import entry
 from soap.simulator.compiled.marks import runs_again
 from soap.simulator.compiled.readiness import first_ready, make_ready, queue_of, settle, take
 from soap.simulator.compiled.second_runs import weights_slot

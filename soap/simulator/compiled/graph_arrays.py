@@ -20,6 +20,10 @@ from soap.simulator.communication.servers import first_cores, row_seconds, serve
 Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]
 Floats = NDArray[np.float64]
+IntRows = np.ndarray[tuple[int, int], np.dtype[np.int32]]
+LongRows = np.ndarray[tuple[int, int], np.dtype[np.int64]]
+FloatRows = np.ndarray[tuple[int, int], np.dtype[np.float64]]
+"""Of two dimensions. Compiled code knows an array of a structure by its annotation."""
 
 
 class GraphTables(NamedTuple):
@@ -38,7 +42,7 @@ class GraphTables(NamedTuple):
     ``dtypes``: their number. ``backward``: whether any output has a gradient. ``loss``: operator and output
     that make the loss. ``known``: whether an operator makes the loss or a term of it (``OperatorGraph.known_gradients``).
     ``solid``: whether at least one replica of every tile has a backward pass under every strategy. ``counts_labels``: whether an operator's
-    devices count their own labels (``plan.own_labels``).
+    devices count their own labels (``plan.samples``).
     """
 
     read_ptr: Ints
@@ -96,13 +100,13 @@ class ClusterTables(NamedTuple):
     - By the number of devices, less one: ``tree_latency_factor``, ``sum_ns``, ``sum_permille``.
     """
 
-    distance: NDArray[np.int8]
+    distance: np.ndarray[tuple[int, int], np.dtype[np.int8]]
     route_ptr: Longs
     route: Ints
-    latency_seconds: Floats
-    message_latency_seconds: Floats
+    latency_seconds: FloatRows
+    message_latency_seconds: FloatRows
     call_seconds: Floats
-    seconds_per_byte: Floats
+    seconds_per_byte: FloatRows
     link_bandwidth: Floats
     memory_bandwidth: Floats
     device_type: Ints
@@ -120,8 +124,8 @@ class ClusterTables(NamedTuple):
     lift_latency: Floats
     lift_ptr: Ints
     lift: Ints
-    message_ns: Longs
-    message_permille: Longs
+    message_ns: LongRows
+    message_permille: LongRows
     latency_factor: Floats
     exchange_ns: Longs
     exchange_permille: Longs

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from soap.simulator.compiled.arrays import copy, fill
 from soap.simulator.compiled.change import CHANGED, FIELDS, OLD_SLOTS, REPLACED, REPLACED_OPERATORS, REPULLED, Edit, Undo
 from soap.simulator.compiled.events import NO_BOUND, begin, play
-from soap.simulator.compiled.graph_arrays import GraphTables, Longs
-from soap.simulator.compiled.jit import compiled, entry
+from soap.simulator.compiled.graph_arrays import GraphTables, IntRows, LongRows, Longs
+from soap.simulator.compiled.jit import compiled
+from soap.simulator.compiled.machine_code import entry
 from soap.simulator.compiled.readiness import push, queue_of
 from soap.simulator.compiled.state import BACKWARD_TILE, FORWARD_TILE, SLOTS, WEIGHTS_TILE, Groups, State
 from soap.simulator.compiled.trial import CURSOR, DELAY, IN_RUN, MAKESPAN, RUN, SKIPPED, TAKEN, WAITING, Trial, clock_count, make_trial
@@ -39,11 +39,11 @@ class History(NamedTuple):
 
     place: Longs
     makespan: Longs
-    met: NDArray[np.int32]
-    ready: NDArray[np.int64]
-    clocks: NDArray[np.int64]
-    gone: NDArray[np.int64]
-    pending: NDArray[np.int32]
+    met: IntRows
+    ready: LongRows
+    clocks: LongRows
+    gone: LongRows
+    pending: IntRows
     pending_n: Longs
     at: Longs
     first_sum: Longs
@@ -55,7 +55,8 @@ class History(NamedTuple):
 def make_history(slots: int, resources: int, devices: int) -> History:
     """Room for snapshots of a state with this many slots."""
     count = min(MOST_SNAPSHOTS, max(1, MOST_BYTES // (16 * slots + 8 * resources)))
-    longs, ints = (lambda *n: np.zeros(n, np.int64)), (lambda *n: np.zeros(n, np.int32))
+    zeros: Any = np.zeros
+    longs, ints = (lambda *n: zeros(n, np.int64)), (lambda *n: zeros(n, np.int32))
     return History(
         place=longs(count),
         makespan=longs(count),

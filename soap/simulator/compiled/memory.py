@@ -15,7 +15,8 @@ from __future__ import annotations
 from soap.plan.syncs.bucketing import BUCKET_BYTES
 from soap.simulator.compiled.arrays import fill
 from soap.simulator.compiled.delivery import deliver
-from soap.simulator.compiled.jit import compiled, entry
+from soap.simulator.compiled.jit import compiled
+from soap.simulator.compiled.machine_code import entry
 from soap.simulator.compiled.marks import runs_again
 from soap.simulator.compiled.memory_tables import (
     ACTIVATIONS,

@@ -13,7 +13,8 @@ share of the limit at which one fits, others are likely to fit; from the lowest 
 from __future__ import annotations
 
 from soap.simulator.compiled.arrays import fill
-from soap.simulator.compiled.jit import compiled, entry
+from soap.simulator.compiled.jit import compiled
+from soap.simulator.compiled.machine_code import entry
 from soap.simulator.compiled.marks import needed_together, runs_again
 from soap.simulator.compiled.memory_tables import (
     ACTIVATIONS,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from soap.simulator.compiled.graph_arrays import Ints, Longs
+from soap.simulator.compiled.graph_arrays import Ints, LongRows, Longs
 
 KEPT, READ, GRADIENTS, PARAMETER_GRADIENTS, REGIONS, COMPACT, LOOKUPS, SURELY_KEPT, MADE, PRODUCTS, PARTIALS = range(11)
 COLUMNS = 11
@@ -68,7 +68,7 @@ class MemoryTables(NamedTuple):
     and at most, and of what the next tile still reads; ``leaves``, by operator: whether one reads what it makes that is not recomputed.
     """
 
-    rows: Longs
+    rows: LongRows
     data: Longs
     cut: Ints
     cut_ptr: Longs
@@ -85,7 +85,7 @@ class MemoryTables(NamedTuple):
     operand: Ints
     fixed: Longs
     limit: Longs
-    part: Longs
+    part: LongRows
     step: Longs
     seen: Longs
     seen_by: Longs

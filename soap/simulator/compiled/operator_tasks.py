@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from soap.plan.own_labels import COUNT_BYTES
+from soap.plan.samples import COUNT_BYTES
 from soap.simulator.compiled.arrays import sort
 from soap.simulator.compiled.carriers import BROADCAST, MESSAGE
 from soap.simulator.compiled.communication import (

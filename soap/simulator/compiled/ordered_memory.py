@@ -15,7 +15,8 @@ from soap.simulator.compiled.arrays import fill
 from soap.simulator.compiled.carriers import BROADCAST, MESSAGE
 from soap.simulator.compiled.delivery import deliver
 from soap.simulator.compiled.fetches import is_remote
-from soap.simulator.compiled.jit import compiled, entry
+from soap.simulator.compiled.jit import compiled
+from soap.simulator.compiled.machine_code import entry
 from soap.simulator.compiled.marks import runs_again
 from soap.simulator.compiled.memory import hosts_fit
 from soap.simulator.compiled.memory_tables import (

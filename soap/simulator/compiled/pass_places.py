@@ -13,7 +13,8 @@ from typing import NamedTuple
 from soap.simulator.compiled.arrays import fill
 from soap.simulator.compiled.fetches import is_remote
 from soap.simulator.compiled.graph_arrays import Ints, Longs
-from soap.simulator.compiled.jit import compiled, entry
+from soap.simulator.compiled.jit import compiled
+from soap.simulator.compiled.machine_code import entry
 from soap.simulator.compiled.pass_order import BACKWARD, FORWARD, WEIGHTS
 from soap.simulator.compiled.scratch import FETCHES
 from soap.simulator.compiled.second_runs import weights_slot

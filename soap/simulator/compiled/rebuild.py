@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from soap.simulator.compiled.arrays import copy, fill
 from soap.simulator.compiled.graph_arrays import Ints
-from soap.simulator.compiled.jit import entry
+from soap.simulator.compiled.machine_code import entry
 from soap.simulator.compiled.operator_lowering import lower_operator, place_tiles
 from soap.simulator.compiled.pass_order import link_passes
 from soap.simulator.compiled.state import ARENA, DEVICES
@@ -15,11 +17,20 @@ from soap.simulator.compiled.variants import CELLS
 from soap.simulator.compiled.world import World
 
 
+class Held(NamedTuple):
+    """A strategy's configurations. ``variants``, ``replicas``, ``marked``: by operator. ``devices``: one operator after the other."""
+
+    variants: Ints
+    replicas: Ints
+    devices: Ints
+    marked: Ints
+
+
 @entry
-def lower_all(W: World, variants: Ints, replicas: Ints, devices: Ints, marked: Ints) -> None:
-    """Make the state of a strategy from scratch. ``variants``, ``replicas``, ``marked``: by operator. ``devices``: one operator after the
-    other."""
+def lower_all(W: World, held: Held) -> None:
+    """Make the state of a strategy from scratch."""
     G, V, C = W.graph, W.variants, W.state
+    variants, replicas, devices, marked = held.variants, held.replicas, held.devices, held.marked
     operators = len(G.backward)
     if len(devices) > len(C.dev):
         raise MemoryError(STATE_FULL)

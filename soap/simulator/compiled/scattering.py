@@ -1,4 +1,4 @@
-"""Which sums are reduce-scatters instead of all-reduces (compiled). The counterpart of ``plan.scattering`` and ``planning._scattered``."""
+"""Which sums are reduce-scatters instead of all-reduces (compiled). The counterpart of ``plan.planning`` and ``planning._scattered``."""
 
 from __future__ import annotations
 

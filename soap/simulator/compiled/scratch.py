@@ -168,10 +168,14 @@ class Scratch(NamedTuple):
     owned: Longs
     g_first: Ints
     g_last: Ints
+    g_final: Ints
+    g_latest: Ints
     g_needed: Ints
     g_order: Ints
     g_next: Ints
     g_list: Ints
+    g_place: Ints
+    g_from: Ints
     g_kept: Ints
     g_count: Ints
     g_slot: Ints
@@ -192,7 +196,7 @@ def make_scratch(size: int, devices: int, links: int) -> Scratch:
     sizes |= dict.fromkeys(("last_pass", "lookups", "leader", "touched", "together", "received", "seen"), devices + 1)
     sizes |= dict.fromkeys(("e_src", "e_dst", "res", "work", "fill", "gradient_next", "gradient_task"), 4 * size)
     sizes |= dict.fromkeys(("claim_next", "claim_task", "claim_precedence"), 4 * size)
-    sizes |= dict.fromkeys(("g_next", "g_list", "g_kept", "owned"), 4 * size)
+    sizes |= dict.fromkeys(("g_next", "g_list", "g_place", "g_from", "g_kept", "owned"), 4 * size)
     kinds = Scratch.__annotations__.items()
     fields: dict[str, Any] = {
         name: np.zeros(sizes.get(name, size + 1), np.int64 if "Longs" in str(kind) else np.int32) for name, kind in kinds

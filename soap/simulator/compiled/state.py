@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from soap.simulator.compiled.graph_arrays import Floats, Ints, Longs
+from soap.simulator.compiled.graph_arrays import Floats, Ints, LongRows, Longs
 
 SLOTS, ARENA, DEVICES, SYNCS, PULLS = range(5)
 """Places in ``State.used``: how much of slots, ``arena`` and ``dev`` is used; number of synchronization tasks after the backward pass (sums
@@ -49,7 +49,7 @@ class State(NamedTuple):
     ``pull_slot``: first slot of the pulls before the forward pass, and of gathers. ``prefetch``: ``Strategy.prefetch``. ``update_row``: by
     device, the row of what waits for its update, or -1.
 
-    By slot: ``key``, ``subkey`` (stable identity, breaks ties: ``task_ids``); ``duration`` in ns; ``launch`` of a tile, in ns; ``latency``
+    By slot: ``key``, ``subkey`` (stable identity, breaks ties: ``tasks``); ``duration`` in ns; ``launch`` of a tile, in ns; ``latency``
     of a message, in ns, for which it holds nothing; ``overhead`` of communication, in ns, for which it keeps devices busy that have ports
     at its links; ``resource`` (>= 0: in ``static``, else -1 - place in ``arena``) and ``resource_n``; ``waits`` (number of edges into it);
     ``alive`` (whether it takes place); ``kind``; ``owner`` (operator, -1 after the backward pass); ``index`` (tile, row of another task,
@@ -213,7 +213,7 @@ class ShardTables(NamedTuple):
     rows: Longs
     row_bytes: Longs
     lowest: Ints
-    update_ns: Longs
+    update_ns: LongRows
     use_ptr: Longs
     use_user: Ints
     use_place: Ints

@@ -1,9 +1,9 @@
-"""Ids of tasks as two whole numbers (compiled): see ``soap.simulator.task_ids``."""
+"""Ids of tasks as two whole numbers (compiled): see ``soap.simulator.tasks``."""
 
 from __future__ import annotations
 
-from soap.simulator.compiled.jit import compiled, entry
-from soap.simulator.task_ids import CHUNKS, MICRO_BATCHES, OPERANDS, PHASES, PIECES, POSITIONS, STAGES, TILES, UNNUMBERED
+from soap.simulator.compiled.jit import compiled
+from soap.simulator.tasks import CHUNKS, MICRO_BATCHES, OPERANDS, PHASES, PIECES, POSITIONS, STAGES, TILES, UNNUMBERED
 
 STATE_FULL = "the state is full"
 """Message of the MemoryError that compiled code raises when the state's arrays are too small."""
@@ -12,9 +12,9 @@ FORWARD, BACKWARD, SYNC, UPDATE = range(4)
 """Phases, as in ``lowering``."""
 
 
-@entry
+@compiled
 def task_key(phase: int, position: int, stage: int, a: int, b: int, c: int, chunk: int = 0) -> tuple[int, int]:
-    """A task's id as two numbers that order like the id's parts: see ``task_ids``. ValueError if a part is too large."""
+    """A task's id as two numbers that order like the id's parts: see ``soap.simulator.tasks``. ValueError if a part is too large."""
     above = phase // PHASES | position // POSITIONS | stage // STAGES | a // TILES | b // OPERANDS | c // PIECES | chunk // CHUNKS
     if above:  # not 0 if some part is too large, or negative
         raise ValueError(UNNUMBERED)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from soap.model.micro_batches import MicroBatches
 from soap.model.regions import Box, volume
-from soap.simulator.compiled.graph_arrays import Ints, Longs
+from soap.simulator.compiled.graph_arrays import Ints, LongRows, Longs
 from soap.simulator.compiled.growing import Growing, are_same
 from soap.simulator.compiled.shards import Geometries
 from soap.simulator.compiled.tile_times import TileTimes
@@ -45,7 +45,7 @@ class VariantTables(NamedTuple):
     if none), the pointers to each region's holders, the holders (tiles or groups of one replica), and the regions' numbers.
     """
 
-    rows: Longs
+    rows: LongRows
     data: Ints
     costs: Longs
     launches: Longs

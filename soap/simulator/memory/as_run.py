@@ -11,21 +11,21 @@ what is offloaded or made again. Where a simulated wait is for a later pass than
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Sequence, Set
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
 from soap.plan.running.run_order import RunOrder, run_order
-from soap.simulator.reference import execution_order, simulate
+from soap.simulator.reference import execution_order, play
 from soap.simulator.tasks import Schedule, Task, TaskGraph, TaskKind
 
 
 @dataclass(frozen=True)
 class AsRun:
-    """``tasks``: with the waits that ranks add. ``schedule``: when they run. ``order``: of the passes."""
+    """``waits``: by task, those that it waits for in ranks. ``schedule``: when they run. ``order``: of the passes."""
 
-    tasks: TaskGraph
+    waits: Sequence[Sequence[int]]
     schedule: Schedule
     order: RunOrder
 
@@ -33,13 +33,11 @@ class AsRun:
 def as_run(tasks: TaskGraph, schedule: Schedule) -> AsRun:
     """``schedule``: of these tasks, as they are simulated. With micro-batches the passes of a device have one order anyway."""
     order = run_order(tasks.plan, execution_order(tasks, schedule))
-    if tasks.plan.order is not None:
-        return AsRun(tasks, schedule, order)
-    passes = _Passes(tasks, order)
-    if passes.are_kept_by(schedule):
-        return AsRun(tasks, schedule, order)
-    kept = replace(tasks, tasks=passes.waiting())
-    return AsRun(kept, simulate(kept), order)
+    passes = _Passes(tasks, order) if tasks.plan.order is None else None
+    if passes is None or passes.are_kept_by(schedule):
+        return AsRun([task.predecessors for task in tasks.tasks], schedule, order)
+    waits = passes.waits()
+    return AsRun(waits, play(tasks.tasks, tasks.topology, waits), order)
 
 
 class _Need(NamedTuple):
@@ -105,19 +103,18 @@ class _Passes:
         in_turn = all(end[one] <= start[other] for chain in self._chains for one, other in pairwise(chain))
         return in_turn and all(end[other] <= start[first] for first in self._begins for other in self._entered_after(first))
 
-    def waiting(self) -> tuple[Task, ...]:
-        """The tasks, with passes that wait for the one before on their device, and segments for all that their tiles need."""
-        found, needed = list(self._tasks), self._needed()
+    def waits(self) -> Sequence[Sequence[int]]:
+        """By task, what it waits for: passes for the one before on their device, and segments for all that their tiles need."""
+        found, needed = list[Sequence[int]](), self._needed()
         after = {other: {one} for chain in self._chains for one, other in pairwise(chain)}
         for first in self._begins:
             after.setdefault(first, set()).update(self._entered_after(first))
         for place, task in enumerate(self._tasks):
-            own = {*task.predecessors, *after.get(place, ())}
+            own: Collection[int] = task.predecessors if place not in after else {*task.predecessors, *after[place]}
             if (need := needed.get(place)) is not None:
-                own = {other for other in own if self._holds(task, need, other)}
-            if own != {*task.predecessors}:
-                found[place] = replace(task, predecessors=tuple(sorted(own)))
-        return tuple(found)
+                own = [other for other in own if self._holds(task, need, other)]
+            found.append(tuple(own))
+        return found
 
     def _entered_after(self, first: int) -> Iterator[int]:
         """What a segment waits for before its first pass: all from elsewhere that its tiles need, but for what comes back from hosts, which

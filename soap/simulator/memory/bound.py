@@ -13,7 +13,7 @@ from soap.model.regions import Box, volume
 from soap.plan.samples import divided_inputs
 from soap.simulator.compiled.graph_arrays import Ints, Longs
 from soap.simulator.compiled.growing import Growing
-from soap.simulator.compiled.handles import handle
+from soap.simulator.compiled.handles import blank, handle
 from soap.simulator.compiled.memory import bound_memory
 from soap.simulator.compiled.memory_estimate import estimate_memory
 from soap.simulator.compiled.memory_tables import (
@@ -40,14 +40,7 @@ FIRST_SLACK = WHOLE // 50
 """See ``memory_tables.SLACK``: 2%. Each answer that such a strategy does not fit halves it, each one that fits restores it."""
 
 
-def _empty() -> MemoryTables:
-    fields: dict[str, Any] = {}
-    for name, kind in MemoryTables.__annotations__.items():
-        fields[name] = np.zeros((1, 1) if name in ("rows", "part") else 1, np.int64 if "Longs" in str(kind) else np.int32)
-    return MemoryTables(**fields)
-
-
-NO_TABLES = handle(_empty())
+NO_TABLES = handle(blank(MemoryTables))
 """Empty tables, for compiled code that does not use them."""
 
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import chain
 
+from soap.cluster.topology import Topology
 from soap.model.graph import DimMap, Operand, Operator, OperatorGraph, TensorKind
+from soap.strategy.config import Strategy
 
 
 def with_backward(graph: OperatorGraph) -> frozenset[int]:
@@ -62,3 +64,17 @@ def keepers(graph: OperatorGraph) -> Mapping[int, frozenset[int]]:
             elif place >= first:
                 counted.add(tensor)
     return {position: frozenset(places) for position, places in found.items()}
+
+
+def certainly_lacks(graph: OperatorGraph, topology: Topology, strategy: Strategy) -> bool:
+    """Whether all devices together have less memory than the values take that are certainly kept at once: those of operators that are
+    neither recomputed nor offload, if there are no micro-batches, which may go back before others come. Found without a plan."""
+    if strategy.microbatches > 1:
+        return False
+    kept_bytes = 0
+    for position, places in keepers(graph).items():
+        op = graph.operators[position]
+        config, operands = strategy.operators[op.name], (*op.inputs, *op.parameters, *op.outputs)
+        if not config.recompute and not config.offload:
+            kept_bytes += sum(graph.tensors[operands[place].tensor].bytes for place in places)
+    return kept_bytes > sum(topology.memory_limits)

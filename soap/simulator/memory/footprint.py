@@ -27,86 +27,81 @@ class Use(IntEnum):
     PRODUCT = 3
 
 
-def kept_places(graph: OperatorGraph, op: Operator, intervals: Sequence[Interval]) -> frozenset[int] | None:
-    """The operands that autograd keeps for a tile with these intervals; None if that is not known."""
-    if op.name not in graph.footprints:
-        return None
+class Shares(NamedTuple):
+    """Memory of a tile beside its operands. ``keeps``: the operands that autograd keeps for it; None if that is not known. ``in_rows``,
+    ``spread``: as in ``Footprint``; empty if nothing is known. In bytes, rounded up: ``kept`` for its backward pass; ``forward``,
+    ``backward``: what its calls pass to each other but do not keep, while its forward task or its backward task runs (0 if the operator has
+    no footprint: then ``kept`` is a bound that includes both); ``product``: what its products make beside its outputs and a second run
+    needs, as much as the tile may keep if the operator has no footprint, 0 if the operator runs again as a whole."""
+
+    keeps: frozenset[int] | None
+    in_rows: frozenset[int]
+    spread: frozenset[int]
+    kept: int
+    forward: int
+    backward: int
+    product: int
+
+    @property
+    def work(self) -> int:
+        """Bytes that its calls pass to each other at most; if the operator has no footprint, as much as the tile may keep."""
+        return self.kept if self.keeps is None else max(self.forward, self.backward)
+
+
+def shares_of(graph: OperatorGraph, op: Operator, intervals: Sequence[Interval]) -> Shares:
+    """The memory of a tile with these intervals, worked out once for tiles of equal lengths."""
     key = op.name, _lengths(intervals)
-    found = graph.kept_operands.get(key)
+    found = graph.shares.get(key)
     if found is None:
-        found = graph.kept_operands[key] = frozenset[int]().union(*(own.keeps for own in _like(graph, op, intervals)))
+        found = graph.shares[key] = _known(graph, op, intervals) if op.name in graph.footprints else _unknown(op, intervals)
     return found
 
 
-def places_in_rows(graph: OperatorGraph, op: Operator, intervals: Sequence[Interval]) -> frozenset[int]:
-    """``Footprint.in_rows`` for a tile with these intervals; empty if nothing is known."""
-    return _of_all([one.in_rows for one in _like(graph, op, intervals)]) if op.name in graph.footprints else frozenset()
+def _unknown(op: Operator, intervals: Sequence[Interval]) -> Shares:
+    nothing, kept = frozenset[int](), _share(op.saved_bytes, op, volume(tuple(intervals)))
+    return Shares(None, nothing, nothing, kept, 0, 0, kept if has_product(op) else 0)
 
 
-def places_spread(graph: OperatorGraph, op: Operator, intervals: Sequence[Interval]) -> frozenset[int]:
-    """``Footprint.spread`` for a tile with these intervals; empty if nothing is known."""
-    return _of_all([one.spread for one in _like(graph, op, intervals)]) if op.name in graph.footprints else frozenset()
+def _known(graph: OperatorGraph, op: Operator, intervals: Sequence[Interval]) -> Shares:
+    parts = _of_part(graph, op, intervals)
+    like = [*parts.values()] or _like(graph, op, intervals)
 
+    def size(use: Use) -> int:
+        return _part_bytes(parts, _lengths(intervals), use) if parts else tile_bytes(op, graph.footprints[op.name], intervals, use)
 
-def _of_all(places: Sequence[frozenset[int]]) -> frozenset[int]:
-    return places[0].intersection(*places)
+    return Shares(
+        keeps=frozenset[int]().union(*(own.keeps for own in like)),
+        in_rows=like[0].in_rows.intersection(*(own.in_rows for own in like)),
+        spread=like[0].spread.intersection(*(own.spread for own in like)),
+        kept=size(Use.KEPT),
+        forward=size(Use.FORWARD),
+        backward=size(Use.BACKWARD),
+        product=size(Use.PRODUCT) if has_product(op) else 0,
+    )
 
 
 def _like(graph: OperatorGraph, op: Operator, intervals: Sequence[Interval]) -> list[Footprint]:
-    """The footprints of tiles that are cut as this one is: those of such parts, or by each of its factors alone, and by several."""
-    parts, known = _of_part(graph, op, intervals), graph.footprints[op.name]
-    if parts:
-        return [*parts.values()]
-    cut = _cut_factors(op, intervals)
+    """The footprints of tiles that are cut as this one is: by each of its factors alone, and by several."""
+    known, cut = graph.footprints[op.name], _cut_factors(op, intervals)
     if not cut or len(known) == 1:
         return [known[0]]
     alone, together = _of_cuts(op, known, cut)
     return [*(alone[i] for i in cut), *(together if len(cut) > 1 else ())]
 
 
+def kept_places(graph: OperatorGraph, op: Operator, intervals: Sequence[Interval]) -> frozenset[int] | None:
+    """``Shares.keeps`` of a tile with these intervals."""
+    return shares_of(graph, op, intervals).keeps
+
+
 def kept_share(graph: OperatorGraph, op: Operator, intervals: Sequence[Interval]) -> int:
-    """Bytes that a tile keeps for its backward pass beside its operands and outputs, rounded up."""
-    if op.name not in graph.footprints:
-        return _share(op.saved_bytes, op, volume(tuple(intervals)))
-    return _known_bytes(graph, op, intervals, Use.KEPT)
+    """``Shares.kept`` of a tile with these intervals."""
+    return shares_of(graph, op, intervals).kept
 
 
 def product_share(graph: OperatorGraph, op: Operator, intervals: Sequence[Interval]) -> int:
-    """Bytes of what a tile's products make beside its outputs and a second run needs, rounded up; if the operator has no footprint, as much
-    as the tile may keep. 0 of operators that run again as wholes."""
-    if not has_product(op):
-        return 0
-    if op.name not in graph.footprints:
-        return _share(op.saved_bytes, op, volume(tuple(intervals)))
-    return _known_bytes(graph, op, intervals, Use.PRODUCT)
-
-
-def passing_share(graph: OperatorGraph, op: Operator, intervals: Sequence[Interval]) -> tuple[int, int]:
-    """Bytes that a tile's calls pass to each other but do not keep: (while its forward task runs, while its backward task runs).
-
-    (0, 0) if the operator has no footprint: then ``kept_share`` is a bound that includes both.
-    """
-    if op.name not in graph.footprints:
-        return 0, 0
-    return _known_bytes(graph, op, intervals, Use.FORWARD), _known_bytes(graph, op, intervals, Use.BACKWARD)
-
-
-def work_share(graph: OperatorGraph, op: Operator, intervals: Sequence[Interval]) -> int:
-    """The larger one of ``passing_share``; if the operator has no footprint, as much as the tile may keep."""
-    if op.name not in graph.footprints:
-        return _share(op.saved_bytes, op, volume(tuple(intervals)))
-    return max(passing_share(graph, op, intervals))
-
-
-def _known_bytes(graph: OperatorGraph, op: Operator, intervals: Sequence[Interval], use: Use) -> int:
-    """``tile_bytes`` of an operator that has footprints, worked out once for tiles of equal lengths."""
-    key = op.name, _lengths(intervals), use
-    found = graph.shares.get(key)
-    if found is None:
-        parts = _of_part(graph, op, intervals)
-        own = _part_bytes(parts, key[1], use) if parts else tile_bytes(op, graph.footprints[op.name], intervals, use)
-        found = graph.shares[key] = own
-    return found
+    """``Shares.product`` of a tile with these intervals."""
+    return shares_of(graph, op, intervals).product
 
 
 def _of_part(graph: OperatorGraph, op: Operator, intervals: Sequence[Interval]) -> Mapping[tuple[int, ...], Footprint]:
@@ -139,7 +134,7 @@ def _cuts(op: Operator, lengths: Sequence[int]) -> _Cuts:
 
 
 def copies_are_known(graph: OperatorGraph, op: Operator, intervals: Sequence[Interval]) -> bool:
-    """Whether ``kept_share`` and ``passing_share`` of a tile have the copies that padding makes."""
+    """Whether ``Shares`` of a tile have the copies that padding makes."""
     if op.name not in graph.part_footprints:
         return False
     own = _cuts(op, _lengths(intervals))

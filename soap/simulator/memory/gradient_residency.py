@@ -10,8 +10,6 @@ from soap.plan.flows import box_bytes, reduced_tensor
 from soap.plan.memory_kinds import MemoryKind
 from soap.plan.plan import Exchange, Message, Pattern, reduce_name, remote_parts
 from soap.plan.syncs.bucketing import sums_of_one
-from soap.simulator.memory import peaks
-from soap.simulator.memory.footprint import places_in_rows
 from soap.simulator.memory.leaves import Leaves
 from soap.simulator.memory.ledger import Ledger
 from soap.simulator.memory.parameters import compact_parameters, operand_bytes
@@ -81,7 +79,7 @@ class GradientResidency:
         for number, span in self.spans.backward.items():
             tile, (start, end) = plan.tiles[number], self.spans.weighed(number)
             op = plan.operator(tile)
-            taken = places_in_rows(graph, op, tile.intervals) if op.parameters else frozenset()
+            taken = self.spans.sizes[number].shares.in_rows
             for place, (o, box) in enumerate(zip(op.parameters, tile.parameters, strict=True), len(op.inputs)):
                 if graph.tensors[o.tensor].requires_grad:
                     size = operand_bytes(plan, compact, tile, o.tensor, box)
@@ -89,7 +87,7 @@ class GradientResidency:
                     shared.setdefault(key, []).append(((start, end), size))
                     copied |= set() if place in taken or o.tensor in graph.sparse else {key}
             for begun, over in {span, (start, end)}:
-                self.hold(tile.device, begun, over, peaks.passing_bytes(plan, tile)[1], MemoryKind.WORKSPACE)
+                self.hold(tile.device, begun, over, self.spans.sizes[number].backward, MemoryKind.WORKSPACE)
         thirds: dict[tuple[int, int], int] = {}
         first = _first_segments(shared)
         for (segment, name, box), uses in shared.items():

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from soap.plan.flows import box_bytes
-from soap.simulator.memory.footprint import places_in_rows, places_spread
 from soap.simulator.memory.leaving import lies_in_rows
 from soap.simulator.memory.task_spans import Span, TaskSpans
 
@@ -45,8 +44,7 @@ class Leaves:
                     self._note(("holding", holding), box_bytes(plan, held.tensor, held.box), tile, taken)
                     self._spread[holding] = False
                 else:
-                    own = plan.tiles[tile]
-                    spread = sole and place in places_spread(plan.graph, plan.operator(own), own.intervals)
+                    spread = sole and place in self._spans.sizes[tile].shares.spread
                     self._spread[holding] = spread and holding not in self._spread
 
     def copied(self) -> Iterator[tuple[int, Span, int]]:
@@ -72,8 +70,7 @@ class Leaves:
             self._reads.setdefault(leaf, (size, []))[1].append(read)
 
     def _in_rows(self, tile: int) -> frozenset[int]:
-        own = self._plan.tiles[tile]
-        return places_in_rows(self._plan.graph, self._plan.operator(own), own.intervals)
+        return self._spans.sizes[tile].shares.in_rows
 
 
 class _Read(NamedTuple):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from soap.model.regions import Box, volume
 from soap.plan.flows import box_bytes, partial_bytes
 from soap.plan.plan import Exchange, Part, Pattern, Plan, Reduction, local_pieces, remote_parts
-from soap.simulator.memory.footprint import places_in_rows
+from soap.simulator.memory.footprint import shares_of
 from soap.simulator.memory.ledger import Ledger
 from soap.simulator.memory.task_spans import TaskSpans
 from soap.simulator.memory.transit import Stay, lands_in_place, lies_in_one_piece, packs_together, told_parts
@@ -122,7 +122,7 @@ def lies_in_rows(plan: Plan, holding: int) -> bool:
     tile = plan.tiles[held.tile]
     op = plan.operator(tile)
     first = len(op.inputs) + len(op.parameters)
-    rows = places_in_rows(plan.graph, op, tile.intervals)
+    rows = shares_of(plan.graph, op, tile.intervals).in_rows
     return any(first + k in rows for k, out in enumerate(op.outputs) if out.tensor == held.tensor)
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import groupby
-from operator import itemgetter
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,8 +20,9 @@ ENDS, LEAVES, FREED, EARLY, LATE, MADE, OVER, BEGINS = range(8)
 SPARED = (MemoryKind.GRADIENTS, MemoryKind.KEPT, MemoryKind.BUFFERS, MemoryKind.VALUES, MemoryKind.BATCH, MemoryKind.STATES)
 """The kinds of memory of which backward passes hold less than is counted, in this order."""
 
-Change = tuple[int, int, int, MemoryKind]
-"""(time in nanoseconds, order, bytes that are taken or, below 0, freed, what they are held for)."""
+KINDS = tuple(MemoryKind)
+PLACES = {kind: place for place, kind in enumerate(KINDS)}
+Longs = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,8 @@ class Ledger:
 
     def __init__(self, plan: Plan, end_ns: int) -> None:
         self._plan, self._end_ns = plan, end_ns
-        self._changes: list[list[Change]] = [[] for _ in range(plan.device_count)]
+        # By device, four numbers a change: time in ns, order, bytes that are taken or, below 0, freed, place in ``KINDS``.
+        self._changes = [array("q") for _ in range(plan.device_count)]
         self._sends: list[list[Send]] = [[] for _ in range(plan.device_count)]
         self._receives: list[list[Send]] = [[] for _ in range(plan.device_count)]
         self._few: list[list[Send]] = [[] for _ in range(plan.device_count)]
@@ -73,7 +74,7 @@ class Ledger:
         ends = OVER if over else LATE if late or end_ns == start_ns else FREED if freed else ENDS
         begins = LEAVES if leaves else EARLY if early else MADE if made else BEGINS
         if size and (start_ns, begins) < (end_ns, ends):
-            self._changes[device] += [(start_ns, begins, size, kind), (end_ns, ends, -size, kind)]
+            self._changes[device].extend((start_ns, begins, size, PLACES[kind], end_ns, ends, -size, PLACES[kind]))
 
     def send(
         self,
@@ -112,7 +113,7 @@ class Ledger:
             for device, moving in enumerate(queues):
                 self._received(device, moving, most)
                 moving.clear()
-        return tuple(_with_kinds(_curve(changes), changes) if by_kind else _curve(changes) for changes in self._changes)
+        return tuple(_curve(changes, by_kind=by_kind) for changes in self._changes)
 
     def _sent(self, device: int, moving: Sequence[Send]) -> None:
         """What a device packs to send it, and what it sends from where that lies."""
@@ -142,23 +143,31 @@ class Ledger:
             self.hold(device, send.start_ns, end, send.held, MemoryKind.BUFFERS, leaves=most is not None, late=late)
 
 
-def _curve(changes: Sequence[Change]) -> MemoryCurve:
-    level, points = 0, {0: 0}
-    peak, peak_at = 0, (0, ENDS)
-    for time_ns, together in groupby(sorted(changes), key=itemgetter(0)):
-        most, most_at = 0, ENDS
-        for _, order, change, _ in together:
-            level += change
-            if change > 0 and level >= most:
-                most, most_at = level, order
-        points[time_ns] = max(level, most)
-        if points[time_ns] > peak:
-            peak, peak_at = points[time_ns], (time_ns, most_at)
-    at_peak = dict.fromkeys(MemoryKind, 0)
-    for time_ns, order, change, kind in changes:
-        if (time_ns, order) <= peak_at:
-            at_peak[kind] += change
-    return MemoryCurve(np.array(list(points), np.int64), np.array(list(points.values()), np.int64), _settled(at_peak))
+def _curve(changes: array[int], *, by_kind: bool) -> MemoryCurve:
+    """The curve of one device: at each time the most that it holds as things are taken then, or what is left. ``by_kind``: with what it
+    holds of each kind at the last moment at which it holds so much."""
+    rows = np.array([0, ENDS, 0, 0, *changes], np.int64).reshape(-1, 4)  # the curve begins at 0
+    rows = rows[np.lexsort((rows[:, 2], rows[:, 1], rows[:, 0]))]
+    times, orders, sizes, kinds = rows.T
+    level = np.cumsum(sizes)
+    begins = np.flatnonzero(np.diff(times, prepend=-1))
+    ends = np.append(begins[1:], len(rows))
+    taken = np.maximum.reduceat(np.where(sizes > 0, level, 0), begins)
+    held = np.maximum(level[ends - 1], taken)
+    at = int(held.argmax())
+    own = slice(begins[at], ends[at])
+    most = np.flatnonzero((sizes[own] > 0) & (level[own] == taken[at]))
+    before = slice(0, begins[at] + int(np.searchsorted(orders[own], orders[own][most[-1]] if len(most) else ENDS, side="right")))
+    at_peak = {kind: int(sizes[before][kinds[before] == place].sum()) for kind, place in PLACES.items()}
+    return MemoryCurve(times[begins], held, _settled(at_peak), _by_kind(rows, level, begins, ends, held) if by_kind else {})
+
+
+def _by_kind(rows: Longs, level: Longs, begins: Longs, ends: Longs, held: Longs) -> dict[MemoryKind, Longs]:
+    """``MemoryCurve.by_kind``. ``rows``: changes in order; ``level``: what is held after each. By time: its rows, and what is ``held``."""
+    shown = np.maximum.reduceat(np.where(level == np.repeat(held, ends - begins), np.arange(len(rows)), -1), begins)
+    sums = {kind: np.cumsum(np.where(rows[:, 3] == place, rows[:, 2], 0))[shown] for kind, place in PLACES.items()}
+    settled = [_settled({kind: int(own[i]) for kind, own in sums.items()}) for i in range(len(shown))]
+    return {kind: np.array([own[kind] for own in settled], np.int64) for kind in KINDS}
 
 
 def _settled(held: Mapping[MemoryKind, int]) -> dict[MemoryKind, int]:
@@ -170,18 +179,3 @@ def _settled(held: Mapping[MemoryKind, int]) -> dict[MemoryKind, int]:
         found[kind] -= spared
         found[MemoryKind.WORKSPACE] += spared
     return found
-
-
-def _with_kinds(curve: MemoryCurve, changes: Sequence[Change]) -> MemoryCurve:
-    """The curve with what is held of each kind at the moment that it shows of every time: the last one at which the most is held."""
-    held = dict.fromkeys(MemoryKind, 0)
-    shown: dict[MemoryKind, list[int]] = {kind: [0] * len(curve.times_ns) for kind in MemoryKind}
-    place = {time_ns: i for i, time_ns in enumerate(curve.times_ns.tolist())}
-    for time_ns, together in groupby(sorted(changes), key=itemgetter(0)):
-        level, at = curve.bytes_held[place[time_ns]], place[time_ns]
-        for _, _, change, kind in together:
-            held[kind] += change
-            if sum(held.values()) == level:
-                for own, size in _settled(held).items():
-                    shown[own][at] = size
-    return replace(curve, by_kind={kind: np.array(sizes, np.int64) for kind, sizes in shown.items()})

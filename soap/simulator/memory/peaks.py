@@ -14,16 +14,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from math import prod
+from operator import attrgetter
+from typing import NamedTuple
 
 from soap.cluster.topology import Topology
-from soap.model.graph import RECURRENT_KINDS, Operand, Operator, OperatorGraph, TensorKind
+from soap.model.graph import RECURRENT_KINDS, Operator, OperatorGraph, TensorKind
 from soap.model.regions import Box, Interval, in_one_piece, volume
 from soap.plan.flows import partial_bytes, reduced_tensor
 from soap.plan.plan import Plan
 from soap.plan.samples import given_bytes
 from soap.plan.tiling import Tile, is_partial, is_window, made_bytes, windows
-from soap.simulator.memory.footprint import copies_are_known, kept_places, kept_share, passing_share, product_share, work_share
+from soap.simulator.memory.footprint import Shares, copies_are_known, kept_places, kept_share, shares_of
 from soap.simulator.memory.parameters import assembled_bytes, exchanged_bytes, gradient_bytes, kept_parameters, updating_bytes
 from soap.simulator.memory.transit import fetched_bytes, is_remote, largest_sum_bytes, sent_bytes
 
@@ -57,8 +60,9 @@ class MemoryUse:
 def memory_use(plan: Plan, optimizer_states: int = 2) -> tuple[MemoryUse, ...]:
     """Upper bound of each device's use. ``optimizer_states``: tensors of a parameter's size that the optimizer keeps for it."""
     parameters, trainable, updated = kept_parameters(plan)
-    activations = _sum((_tile_bytes(plan), _read_bytes(plan), fetched_bytes(plan), _summed_bytes(plan), assembled_bytes(plan)))
-    gradients = _sum((_frontier_bytes(plan), _tile_gradient_bytes(plan), gradient_bytes(plan)))
+    tiles = tile_sizes(plan)
+    activations = _sum((_tile_bytes(plan, tiles), _read_bytes(plan), fetched_bytes(plan), _summed_bytes(plan), assembled_bytes(plan)))
+    gradients = _sum((_frontier_bytes(plan), _tile_gradient_bytes(plan, tiles), gradient_bytes(plan)))
     backward = _sum((gradients, sent_bytes(plan), largest_sum_bytes(plan), exchanged_bytes(plan)))
     updating = [max(most) for most in zip(trainable, updating_bytes(plan, optimizer_states), strict=True)]
     return tuple(
@@ -102,39 +106,52 @@ def _box_bytes(graph: OperatorGraph, tensor: str, box: Box) -> int:
     return volume(box) * graph.tensors[tensor].itemsize
 
 
-def _tile_bytes(plan: Plan) -> list[int]:
+class TileSizes(NamedTuple):
+    """Memory of a tile, in bytes. ``made``: its outputs, one by one. ``kept``: these, and what else it keeps for its backward pass.
+    ``padded``: the padded copies of its inputs. ``product``: what its products have made beside its outputs, if that is kept for a second
+    run of it; else 0. ``shares``: beside its operands."""
+
+    made: tuple[int, ...]
+    kept: int
+    padded: int
+    product: int
+    shares: Shares
+
+    @property
+    def backward(self) -> int:
+        """Held while its backward task runs, beside what it keeps and its operands' gradients."""
+        return self.shares.backward + self.padded
+
+
+def tile_sizes(plan: Plan) -> list[TileSizes]:
+    """The memory of each tile of a plan."""
+    graph, found = plan.graph, list[TileSizes]()
+    for position, tiles in groupby(plan.tiles, attrgetter("operator")):
+        op, light = graph.operators[position], position in plan.light_operators
+        padding, outputs, packs = windows(op), range(len(op.outputs)), op.kind in PACKING_KINDS
+        for tile in tiles:
+            own, padded = shares_of(graph, op, tile.intervals), 0
+            for k in padding:
+                padded += padded_bytes(graph, op, k, tile.inputs[k], tile.intervals)
+            made = tuple([made_bytes(graph, op, tile, k) for k in outputs])
+            kept = sum(made) + own.kept + padded
+            if packs and tile.device in plan.accelerators:
+                kept += sum(_box_bytes(graph, o.tensor, box) for o, box in zip(op.parameters, tile.parameters, strict=True))
+            found.append(TileSizes(made, kept, padded, own.product if light else 0, own))
+    return found
+
+
+def _tile_bytes(plan: Plan, sizes: Sequence[TileSizes]) -> list[int]:
     """For each device, bytes that all its tiles keep, of second outputs of recomputed ones, of what products of light ones have made, of
     copies of what others offload, and of outputs' gradients that wait for weight gradients."""
     result = [0] * plan.device_count
-    for tile, size in zip(plan.tiles, kept_bytes(plan), strict=True):
-        result[tile.device] += size
-        op = plan.operator(tile)
+    for tile, size in zip(plan.tiles, sizes, strict=True):
+        result[tile.device] += size.kept
         again, divided = tile.operator in plan.recomputed_operators, tile.operator in plan.divided
         if again or divided:
-            result[tile.device] += (again + divided) * sum(made_bytes(plan.graph, op, tile, k) for k in range(len(op.outputs)))
-            result[tile.device] += products_bytes(plan, tile)
+            result[tile.device] += (again + divided) * sum(size.made) + size.product
         if tile.operator in plan.offloading_operators:
             result[tile.device] += (1 if tile.device in plan.accelerators else 2) * away_bytes(plan.graph, tile)
-    return result
-
-
-def products_bytes(plan: Plan, tile: Tile) -> int:
-    """Bytes of what a tile's products have made beside its outputs, if that is kept for a second run of the tile; else 0."""
-    return product_share(plan.graph, plan.operator(tile), tile.intervals) if tile.operator in plan.light_operators else 0
-
-
-def kept_bytes(plan: Plan) -> list[int]:
-    """For each tile, bytes of its outputs and of what else it keeps for its backward pass."""
-    graph = plan.graph
-    result = []
-    for tile in plan.tiles:
-        op = plan.operator(tile)
-        kept: list[tuple[Operand, Box]] = []
-        if op.kind in PACKING_KINDS and tile.device in plan.accelerators:
-            kept += zip(op.parameters, tile.parameters, strict=True)
-        own = kept_share(graph, op, tile.intervals)
-        made = sum(made_bytes(graph, op, tile, k) for k in range(len(op.outputs)))
-        result.append(made + sum(_box_bytes(graph, o.tensor, box) for o, box in kept) + own + tile_padded_bytes(plan, tile))
     return result
 
 
@@ -151,19 +168,6 @@ def away_bytes(graph: OperatorGraph, tile: Tile) -> int:
     made = (made_bytes(graph, op, tile, k) for k in range(len(op.outputs)) if places is None or first + k in places)
     padded = sum(padded_bytes(graph, op, k, tile.inputs[k], tile.intervals) for k in windows(op))
     return sum(_box_bytes(graph, *own) for own in read) + sum(made) + kept_share(graph, op, tile.intervals) + padded
-
-
-def passing_bytes(plan: Plan, tile: Tile) -> tuple[int, int]:
-    """Bytes that a tile holds while (its forward task, its backward task) runs, beside what it keeps and its operands' gradients."""
-    op = plan.operator(tile)
-    forward, backward = passing_share(plan.graph, op, tile.intervals)
-    return forward, backward + tile_padded_bytes(plan, tile)
-
-
-def tile_padded_bytes(plan: Plan, tile: Tile) -> int:
-    """Bytes of the padded copies of a tile's inputs."""
-    op = plan.operator(tile)
-    return sum(padded_bytes(plan.graph, op, k, tile.inputs[k], tile.intervals) for k in windows(op))
 
 
 def padded_bytes(graph: OperatorGraph, op: Operator, place: int, box: Box, intervals: Sequence[Interval]) -> int:
@@ -276,22 +280,20 @@ def _peak(steps: list[int]) -> int:
     return peak
 
 
-def _tile_gradient_bytes(plan: Plan) -> list[int]:
+def _tile_gradient_bytes(plan: Plan, sizes: Sequence[TileSizes]) -> list[int]:
     """For each device, bytes of the largest tile's gradients (of outputs, inputs, and between its calls), and of the largest addition of
     two gradients."""
     graph = plan.graph
     result, added = [0] * plan.device_count, [0] * plan.device_count
-    for tile in plan.tiles:
+    for tile, size in zip(plan.tiles, sizes, strict=True):
         op = plan.operator(tile)
         if graph.needs_backward(op):
             operands = zip(op.inputs, tile.inputs, strict=True)
             wanted = [_box_bytes(graph, o.tensor, box) for o, box in operands if graph.tensors[o.tensor].requires_grad]
-            wanted += [made_bytes(graph, op, tile, k) for k, o in enumerate(op.outputs) if graph.tensors[o.tensor].requires_grad]
-            work = work_share(graph, op, tile.intervals) + tile_padded_bytes(plan, tile)
-            result[tile.device] = max(result[tile.device], sum(wanted) + work)
+            wanted += [made for made, o in zip(size.made, op.outputs, strict=True) if graph.tensors[o.tensor].requires_grad]
+            result[tile.device] = max(result[tile.device], sum(wanted) + size.shares.work + size.padded)
         else:
-            forward, _ = passing_bytes(plan, tile)
-            result[tile.device] = max(result[tile.device], forward)
+            result[tile.device] = max(result[tile.device], size.shares.forward)
     for holding in plan.holdings:
         if graph.tensors[holding.tensor].requires_grad:
             added[holding.device] = max(added[holding.device], ADDING_COPIES * _box_bytes(graph, holding.tensor, holding.box))

@@ -30,7 +30,6 @@ from soap.plan.plan import ShardSync, update_name
 from soap.plan.syncs.amounts import COUNT_BYTES
 from soap.plan.syncs.bucketing import idle_shards, sums_of_one
 from soap.plan.syncs.seam import Hold, method_for
-from soap.plan.tiling import made_bytes
 from soap.simulator.memory import peaks
 from soap.simulator.memory.as_run import as_run
 from soap.simulator.memory.gradient_residency import GradientResidency, Sum
@@ -54,7 +53,7 @@ def memory_over_time(
     """The curve of each device. ``optimizer_states``: tensors of a parameter's size that the optimizer keeps for it. ``by_kind``: with what
     is held of each kind at every time."""
     run = as_run(tasks, schedule)
-    spans = TaskSpans(run.tasks, run.schedule, run.order)
+    spans = TaskSpans(tasks, run)
     ledger = Ledger(tasks.plan, run.schedule.makespan_ns)
     held = _Values(spans, ledger)
     held.always(optimizer_states)
@@ -177,21 +176,19 @@ class _Values:
         waits = self._waits()
         given = {t.name for t in graph.tensors.values() if t.kind in (TensorKind.INPUT, TensorKind.CONSTANT)}
         copies: dict[tuple[int, str, Box, int], Span] = {}
-        for number, (tile, kept) in enumerate(zip(plan.tiles, peaks.kept_bytes(plan), strict=True)):
-            op = plan.operator(tile)
-            for k, out in enumerate(op.outputs):
-                size = made_bytes(graph, op, tile, k)
+        for number, (tile, sizes) in enumerate(zip(plan.tiles, spans.sizes, strict=True)):
+            op, kept = plan.operator(tile), sizes.kept - sum(sizes.made)
+            for out, size in zip(op.outputs, sizes.made, strict=True):
                 self._hold_made(number, out.tensor, size, waits.get((number, out.tensor), (0, 0)))
-                kept -= size
             for start, end in spans.lives(number, spans.left(number)):
                 self.hold(tile.device, start, end, kept, MemoryKind.KEPT, late=number in spans.away)
             if number in spans.away:
                 self._offloaded(number)
             if number in spans.recomputation.light:
-                self.hold(tile.device, spans.forward[number][0], spans.last(number), peaks.products_bytes(plan, tile), MemoryKind.KEPT)
+                self.hold(tile.device, spans.forward[number][0], spans.last(number), sizes.product, MemoryKind.KEPT)
             if number not in spans.unread:
                 for start, end in (spans.forward[number], spans.second_work.get(number, (0, 0))):
-                    self.hold(tile.device, start, end, peaks.passing_bytes(plan, tile)[0], MemoryKind.WORKSPACE)
+                    self.hold(tile.device, start, end, sizes.shares.forward, MemoryKind.WORKSPACE)
             reads = [(o.tensor, box) for o, box in zip(op.inputs, tile.inputs, strict=True) if o.tensor in given]
             for tensor, box in reads:
                 for run, (start, own) in enumerate(spans.lives(number, spans.used(number, tensor))):

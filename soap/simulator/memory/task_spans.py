@@ -10,13 +10,12 @@ from soap.plan.departures import Route, sending_pass, waited_for
 from soap.plan.offloading import kept_from_host_name, kept_to_host_name
 from soap.plan.plan import Exchange, Fetch, Message, Part, Plan, Reduction, exchange_name, message_name, need_name, reduce_name
 from soap.plan.recomputation import dropped_holdings, find_recomputation, remade
-from soap.plan.running.run_order import RunOrder, run_order
 from soap.plan.syncs.seam import Uses
 from soap.plan.tiling import Tile
-from soap.simulator.memory.footprint import kept_places
+from soap.simulator.memory.as_run import AsRun
+from soap.simulator.memory.peaks import tile_sizes
 from soap.simulator.memory.transit import is_remote
-from soap.simulator.reference import execution_order
-from soap.simulator.tasks import Schedule, TaskGraph, TaskKind
+from soap.simulator.tasks import TaskGraph, TaskKind
 
 Span = tuple[int, int]
 """(start, end) of a task, in nanoseconds."""
@@ -45,15 +44,18 @@ class TaskSpans:
     ``forward``, ``backward``: by tile; ``weights``: of the weight gradients of tiles whose backward pass is in two. ``second``: of second
     runs, by tile; ``second_work``: while they compute; a segment's tiles all begin when the first of them does, because the runtime runs
     them together. ``unread``: tiles that make nothing, as nobody reads it; they have no backward task here. ``away``, ``back``: by tile, of
-    the copies of what it keeps to its host, and back (from its need on, when ranks allot the memory). ``named``: by task name. ``ready``:
-    by name of a synchronization, when all that it waits for is over. ``brought``, ``returned``: by part, of the transfer of the part and of
-    its gradient. ``segment``: tile -> the first tile of its segment. ``begun``: first tile of a segment -> start of its backward pass.
+    the copies of what it keeps to its host, and back (from its need on, when ranks allot the memory). ``sizes``: by tile. ``named``: by
+    task name. ``ready``: by name of a synchronization, when all that it waits for is over. ``brought``, ``returned``: by part, of the
+    transfer of the part and of its gradient. ``segment``: tile -> the first tile of its segment. ``begun``: first tile of a
+    segment -> start of its backward pass.
     """
 
-    def __init__(self, tasks: TaskGraph, schedule: Schedule, order: RunOrder | None = None) -> None:
-        """``order``: in which ranks run passes; by default that of this schedule."""
-        order = order or run_order(tasks.plan, execution_order(tasks, schedule))
+    def __init__(self, tasks: TaskGraph, run: AsRun) -> None:
+        """``run``: when the tasks run."""
+        order, schedule = run.order, run.schedule
         self.plan, self.end_ns = tasks.plan, schedule.makespan_ns
+        self.sizes = tile_sizes(tasks.plan)
+        self._wanted: dict[int, Span] = {}
         self.forward: dict[int, Span] = {}
         self.backward: dict[int, Span] = {}
         self.weights: dict[int, Span] = {}
@@ -63,9 +65,9 @@ class TaskSpans:
         self.named: dict[str, Span] = {}
         self.ready: dict[str, int] = {}
         ends = schedule.end_ns.tolist()
-        for task, start, end in zip(tasks.tasks, schedule.start_ns.tolist(), ends, strict=True):
+        for task, waits, start, end in zip(tasks.tasks, run.waits, schedule.start_ns.tolist(), ends, strict=True):
             if task.name not in self.named and task.kind is TaskKind.SYNC:
-                self.ready[task.name] = max((ends[other] for other in task.predecessors), default=0)
+                self.ready[task.name] = max((ends[other] for other in waits), default=0)
             begun, _ = self.named.get(task.name, (start, end))  # chunks have one name
             self.named[task.name] = (begun, end)
             if task.tile is not None:
@@ -218,11 +220,18 @@ class TaskSpans:
 
     def _keeps(self, number: int, tensor: str) -> bool:
         """Whether autograd keeps a tile's region of an operand."""
-        tile = self.plan.tiles[number]
-        op = self.plan.operator(tile)
-        places = kept_places(self.plan.graph, op, tile.intervals)
-        operands = enumerate((*op.inputs, *op.parameters, *op.outputs))
-        return places is None or any(o.tensor == tensor for k, o in operands if k in places)
+        places = self.sizes[number].shares.keeps
+        return places is None or not places.isdisjoint(self._places[self.plan.tiles[number].operator].get(tensor, ()))
+
+    @cached_property
+    def _places(self) -> list[dict[str, list[int]]]:
+        """Operator -> tensor -> its places among the operator's operands."""
+        found = list[dict[str, list[int]]]()
+        for op in self.plan.graph.operators:
+            found.append({})
+            for place, operand in enumerate((*op.inputs, *op.parameters, *op.outputs)):
+                found[-1].setdefault(operand.tensor, []).append(place)
+        return found
 
     def _answered(self, number: int, holding: int) -> int:
         """Until when a holding waits for the gradient of a fetch that another segment reads: until its own segment's backward pass begins.
@@ -254,6 +263,12 @@ class TaskSpans:
 
     def wanted(self, holding: int) -> Span:
         """(when a holding's gradient is added up, until when it is held)."""
+        found = self._wanted.get(holding)
+        if found is None:
+            found = self._wanted[holding] = self._when_wanted(holding)
+        return found
+
+    def _when_wanted(self, holding: int) -> Span:
         held = self.plan.holdings[holding]
         makers = [held.tile] if held.reduction is None else self.plan.reductions[held.reduction].tiles
         own = [tile for tile in makers if self.plan.tiles[tile].device == held.device and tile in self.backward]

@@ -18,7 +18,7 @@ from soap.plan.tiling import Tile, windows
 from soap.simulator.compiled.graph_arrays import Longs
 from soap.simulator.cut_operators import CutOperator, CutOperators
 from soap.simulator.memory.certain import keepers, with_backward
-from soap.simulator.memory.footprint import kept_places, kept_share, passing_share, product_share, work_share
+from soap.simulator.memory.footprint import kept_places, kept_share, product_share, shares_of
 from soap.simulator.memory.peaks import PACKING_KINDS, padded_bytes
 from soap.simulator.memory.tile_regions import boxes_of, by_lengths, distinct, volumes
 from soap.strategy.recomputation import has_product
@@ -153,14 +153,14 @@ class VariantMemories:
         return compact, lookups
 
     def _kept_and_work(self, op: Operator, intervals: np.ndarray, regions: Mapping[Operand, np.ndarray]) -> tuple[Longs, Longs]:
-        """For each tile: ``kept_share`` plus padded copies; and ``work_share`` plus padded copies, or, without a backward pass, what its
+        """For each tile: ``kept_share`` plus padded copies; and ``Shares.work`` plus padded copies, or, without a backward pass, what its
         forward calls pass to each other."""
         graph = self._graph
         kept = by_lengths(intervals, lambda cell: kept_share(graph, op, cell))
         if graph.needs_backward(op):
-            work = by_lengths(intervals, lambda cell: work_share(graph, op, cell))
+            work = by_lengths(intervals, lambda cell: shares_of(graph, op, cell).work)
         else:
-            work = by_lengths(intervals, lambda cell: passing_share(graph, op, cell)[0])
+            work = by_lengths(intervals, lambda cell: shares_of(graph, op, cell).forward)
         for k in windows(op):
             boxes = zip(boxes_of(regions[op.inputs[k]]), boxes_of(intervals), strict=True)
             padded = np.array([padded_bytes(graph, op, k, box, cell) for box, cell in boxes], np.int64)

@@ -11,8 +11,7 @@ from soap.model.graph import WHOLE
 from soap.tracing.rules.notation import Local, Scope, Tiled, View
 from soap.tracing.rules.registry import pointwise, rule
 
-
-@rule(
+rule(
     "aten.__and__", "aten.__or__", "aten.__xor__", "aten.hardswish", "aten.log_sigmoid", "aten.where", "aten.fill", "aten.zero",
     "aten.multiply", "aten.subtract", "aten.divide", "aten.negative", "aten.absolute", "aten.fix",
     "aten.greater", "aten.less", "aten.greater_equal", "aten.less_equal", "aten.not_equal", "aten.isclose", "aten.isreal",
@@ -21,10 +20,7 @@ from soap.tracing.rules.registry import pointwise, rule
     "aten.special_log1p", "aten.special_gammaln", "aten.special_digamma", "aten.special_ndtr", "aten.special_sinc", "aten.special_xlogy",
     "aten.special_i0", "aten.special_psi", "aten.special_multigammaln", "aten.special_polygamma", "aten.special_round",
     "aten.special_gammainc", "aten.special_gammaincc", "aten.floor_divide", "aten.rsub",
-)  # fmt: skip
-def untagged(view: View) -> Tiled:
-    """Broadcasting, as for calls with the tag."""
-    return pointwise(view)
+)(pointwise)  # fmt: skip
 
 
 def _run_prelu(local: Local) -> torch.Tensor:

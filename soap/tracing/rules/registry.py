@@ -63,8 +63,7 @@ def tiled(call: Call, values: dict[str, Value]) -> Tiled:
 
 def _tiled(call: Call, values: dict[str, Value]) -> Tiled:
     view = View(call, values)
-    name = target_name(call.target)
-    found = _RULES.get(name) or _RULES.get(name.rsplit(".", 1)[0])
+    found = _rule_of(call)
     if found is not None:
         try:
             return found(view)
@@ -76,6 +75,17 @@ def _tiled(call: Call, values: dict[str, Value]) -> Tiled:
         except ValueError:
             return unsplit(view)
     return unsplit(view)
+
+
+def _rule_of(call: Call) -> Rule | None:
+    name = target_name(call.target)
+    return _RULES.get(name) or _RULES.get(name.rsplit(".", 1)[0])
+
+
+def is_pointwise(call: Call) -> bool:
+    """Whether each element of the results follows from those at its place in the operands, which are broadcast."""
+    tagged = torch.Tag.pointwise in getattr(call.target, "tags", ())
+    return (tagged or call.kind == "to" or _rule_of(call) is pointwise) and not is_random(call)
 
 
 def pointwise(view: View, **options: Any) -> Tiled:

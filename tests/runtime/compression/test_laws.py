@@ -26,7 +26,7 @@ SELECTIONS: tuple[Selection, ...] = ("exact", "trimmed", "search", "sampled")
 def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """What is done on processors, and what is done on GPUs, here on the processor as well."""
     if request.param == "device":
-        monkeypatch.setattr("soap.runtime.compression.place.on_host", lambda _: False)
+        monkeypatch.setattr("soap.runtime.compression.seam.on_host", lambda _: False)
     return str(request.param)
 
 

@@ -48,7 +48,7 @@ def test_a_threshold_of_another_density_is_not_used_again(place: str, monkeypatc
     """Neither when a warm-up's density falls, nor behind a checkpoint of another density. Above the old one there are far too few or too
     many elements; of too many a GPU would send the first ones."""
     if place == "device":
-        monkeypatch.setattr("soap.runtime.compression.place.on_host", lambda _: False)
+        monkeypatch.setattr("soap.runtime.compression.seam.on_host", lambda _: False)
     falling = Peer(Rgc(0.001, "sampled"), (10_000,), torch.float32, 0, 1, CompressedTraining(warm_up=WarmUp(0, 2)))
     for step, density in enumerate([0.25, 0.25, 0.0625, 0.0625, 0.015625, 0.015625, 0.00390625, 0.00390625, 0.001, 0.001, 0.001]):
         kept = falling.compressor(density).layout.kept  # type: ignore[attr-defined]

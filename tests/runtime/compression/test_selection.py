@@ -12,8 +12,7 @@ import torch
 from soap.errors import SoapError
 from soap.plan.compression.seam import PROBES
 from soap.runtime.compression import device_selection
-from soap.runtime.compression.kernels import BLOCK, CHUNK
-from soap.runtime.compression.selection import Surveyed, exact, reused, search, trimmed
+from soap.runtime.compression.selection import BLOCK, CHUNK, Surveyed, exact, reused, search, trimmed
 from tests.extent import every
 
 SIZES = (1, 2, BLOCK - 1, BLOCK + 1, 1000, CHUNK, CHUNK + 1, 3 * CHUNK + BLOCK + 5)

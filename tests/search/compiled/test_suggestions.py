@@ -7,6 +7,7 @@ from collections import Counter
 from math import exp, inf
 
 import pytest
+from numba import njit
 
 from soap import api
 from soap.search.compiled.candidates import draw_any
@@ -15,17 +16,16 @@ from soap.search.compiled.runner import CompiledChain, CompiledSpace
 from soap.search.compiled.suggestions import list_candidates
 from soap.search.space import build_space
 from soap.search.starts import reference_strategies, starting_strategies
-from soap.simulator.compiled.jit import entry
 from soap.strategy.config import OpConfig, Strategy
 from tests.search.toys import aligned_configs, drawn_from
 
 
-@entry
+@njit
 def _listed(W, Z, op):  # type: ignore[no-untyped-def]
     return list_candidates(Z, op)
 
 
-@entry
+@njit
 def _drawn(Z, op):  # type: ignore[no-untyped-def]
     draw_any(Z.grids, Z.chain, op, 1)
 

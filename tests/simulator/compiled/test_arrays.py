@@ -6,21 +6,21 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numba import njit
 from numpy.typing import NDArray
 
 from soap.simulator.compiled.arrays import copy, fill, sort
 from soap.simulator.compiled.graph_arrays import Longs
-from soap.simulator.compiled.jit import entry
 
 longs = st.lists(st.integers(-(2**62), 2**62) | st.integers(-3, 3), max_size=40)
 
 
-@entry
+@njit
 def sorted_part(array: Longs, first: int, last: int) -> None:
     sort(array, first, last)
 
 
-@entry
+@njit
 def fill_and_copy(target: Longs, source: Longs, first: int, last: int, value: int) -> None:
     fill(target, 0, len(target), value)
     copy(target, len(target) - (last - first), source, first, last)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from soap.tracing.rules.attention import in_band, scaled_dot_product_attention
 from soap.tracing.rules.norm import batch_norm_apply, batch_norm_local, batch_norm_statistics
 from tests.tracing.drawing import Draw, Drawn, call, draws
 
@@ -99,6 +100,22 @@ def attention(d: Draw, name: str) -> Drawn:
         mask = d.floats(*shape) if d.yes() else d.mask(*shape) | (torch.arange(shape[-1]) == 0)
     dropout = d.some(0.0, 0.0, 0.4)
     return call(name, q, key, value, mask, dropout, causal, scale=d.some(None, 0.3), enable_gqa=groups > 1, random=dropout > 0)
+
+
+@draws("soap.scaled_dot_product_attention")
+def attention_to_a_band(d: Draw, name: str) -> Drawn:
+    lead, rows, k = d.shape(1, 2), d.size(), d.size(2, 4)
+    groups = d.some(1, 2) if len(lead) == 2 else 1
+    band = (d.some(None, 0, 1, 3), d.some(None, 0, 1))
+    q = d.floats(*lead[:-1], lead[-1] * groups, rows, k)
+    options = {"dropout_p": d.some(0.0, 0.0, 0.4), "scale": d.some(None, 0.3), "enable_gqa": groups > 1}
+
+    def whole(*tensors: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(*tensors, in_band(band, (0, rows), (0, rows)), **options)
+
+    keyed = (d.floats(*lead, rows, k), d.floats(*lead, rows, k))
+    random = options["dropout_p"] > 0
+    return Drawn(scaled_dot_product_attention, (q, *keyed), {**options, "band": band}, whole=None if random else whole, random=random)
 
 
 @draws("lstm.input", "gru.input", "rnn_tanh.input", "rnn_relu.input")

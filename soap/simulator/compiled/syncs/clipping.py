@@ -6,7 +6,8 @@ from __future__ import annotations
 from soap.plan.syncs.clipping import NORM_BYTES
 from soap.plan.syncs.seam import SERVE
 from soap.simulator.compiled.communication import allreduce, find_list, sum_overhead_ns
-from soap.simulator.compiled.jit import compiled, entry
+from soap.simulator.compiled.jit import compiled
+from soap.simulator.compiled.machine_code import entry
 from soap.simulator.compiled.scratch import NORM, PACKED_SHARDS, TASKS
 from soap.simulator.compiled.state import OTHER, SYNC_BUCKET, SYNC_NORM
 from soap.simulator.compiled.syncs.exchange import add_sync_edge, new_row

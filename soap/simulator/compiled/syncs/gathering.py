@@ -128,16 +128,20 @@ def ordered(S: Scratch, buckets: int) -> int:
 @compiled
 def _order(W, buckets, uses):  # type: ignore[no-untyped-def]
     """Fill ``g_first`` and ``g_last``: by bucket, the first operator that uses it, and where the backward pass may first need it, -1 if it
-    never does; ``g_order``: all items in the order in which devices gather them."""
+    never does; ``g_latest`` and ``g_final``: the operators by which all uses are over, forward and backward; ``g_order``: all items in the
+    order in which devices gather them."""
     G, C, S = W.graph, W.state, W.scratch
     if 2 * buckets > len(S.g_order):
         raise MemoryError(FULL)
     _find_needed(W)
     for bucket in range(buckets):
         S.g_first[bucket], S.g_last[bucket] = len(G.backward), -1
+        S.g_final[bucket], S.g_latest[bucket] = len(G.backward), 0
     for i in range(uses):
         op, bucket = C.owner[S.e_src[i]], S.e_dst[i]
-        S.g_first[bucket] = min(S.g_first[bucket], op)
+        S.g_first[bucket], S.g_latest[bucket] = min(S.g_first[bucket], op), max(S.g_latest[bucket], op)
+        if G.backward[op]:
+            S.g_final[bucket] = min(S.g_final[bucket], op)
         if G.backward[op] and not stays(W):
             S.g_last[bucket] = max(S.g_last[bucket], S.g_needed[op])
     for back in range(2):
@@ -179,13 +183,15 @@ def _is_before(S, one, other, back):  # type: ignore[no-untyped-def]
 
 @compiled
 def find_next(W: World, buckets: int) -> None:
-    """Fill ``g_next``: [item, device], the item that waits for this item's uses on that device; -1 if none does. Also ``g_list``: [device,
-    place], the device's items in order, ``settling[device]`` of them."""
+    """Fill ``g_list``: [device, place], the device's items in order, ``settling[device]`` of them, and ``g_place``: [item, device], its
+    reverse; ``g_from``: [device, place], the first place for the uses of whose item that at ``place`` waits, and for those of all up to
+    ``prefetch`` + 1 places before it; ``g_next``: [item, device], the item so many places later. -1 where there is none."""
     R, C, S = W.groups, W.state, W.scratch
     devices, items, ahead = len(C.busy), 2 * buckets, C.prefetch[0] + 1
     if items * devices > len(S.g_next):
         raise MemoryError(FULL)
     fill(S.g_next, 0, items * devices, -1)
+    fill(S.g_place, 0, items * devices, -1)
     fill(S.settling, 0, devices, 0)
     for i in range(ordered(S, buckets)):
         item = S.g_order[i]
@@ -193,10 +199,22 @@ def find_next(W: World, buckets: int) -> None:
         for k in range(R.sets.ptr[group], R.sets.ptr[group + 1]):
             device = R.sets.item[k]
             place = S.settling[device]
-            S.g_list[device * items + place] = item
+            S.g_list[device * items + place], S.g_place[item * devices + device] = item, place
             if place >= ahead and not stays(W):
-                S.g_next[S.g_list[device * items + place - ahead] * devices + device] = item
+                first = place - ahead
+                S.g_next[S.g_list[device * items + first] * devices + device] = item
+                while first > 0 and not _is_over(S, buckets, S.g_list[device * items + first], item):
+                    first -= 1
+                S.g_from[device * items + place] = first
             S.settling[device] = place + 1
+
+
+@compiled
+def _is_over(S, buckets, earlier, item):  # type: ignore[no-untyped-def]
+    """Whether all uses of an earlier item's values come before an item's are needed."""
+    if item >= buckets:
+        return earlier < buckets or S.g_final[earlier - buckets] > S.g_last[item - buckets]
+    return S.g_latest[earlier] < S.g_first[item]
 
 
 @compiled
@@ -229,19 +247,27 @@ def _add_gathers(W, buckets, uses):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _followers(W, buckets, use):  # type: ignore[no-untyped-def]
-    """The items that wait for a use: (of its forward pass its own bucket's next gather; another bucket's gather; of its backward pass
-    another bucket's gather), -1 for none. ``use``: place among the edges."""
+def _follow_use(W, buckets, use, writes):  # type: ignore[no-untyped-def]
+    """Count the gathers that wait for a use, or (``writes``) write them down: for its forward pass its own bucket's next gather and others,
+    for its backward pass others. ``use``: place among the edges."""
     C, S = W.state, W.scratch
     slot, bucket = S.e_src[use], S.e_dst[use]
     op = C.owner[slot]
-    device = C.dev[C.dev_ptr[op] + C.index[slot]]
-    forward, backward = S.g_next[bucket * len(C.busy) + device], S.g_next[(buckets + bucket) * len(C.busy) + device]
-    if 0 <= forward < buckets and op >= S.g_first[forward]:
-        forward = -1
-    if backward >= 0 and not (C.alive[slot] and op > S.g_last[backward - buckets]):
-        backward = -1
-    return buckets + bucket if S.g_last[bucket] >= 0 else -1, forward, backward
+    device, items = C.dev[C.dev_ptr[op] + C.index[slot]], 2 * buckets
+    backward = C.gather_row[op] + 1 + slot - C.tile_slot[op]  # one later than its row
+    forward = backward - C.tiles[op]
+    if S.g_last[bucket] >= 0:
+        _follow(C, S, forward, buckets + bucket, writes)
+    for own in range(bucket, items if not stays(W) else 0, buckets):
+        at = S.g_place[own * len(C.busy) + device]
+        place = at + C.prefetch[0] + 1
+        while at >= 0 and place < S.settling[device] and S.g_from[device * items + place] <= at:
+            item = S.g_list[device * items + place]
+            if own < buckets and item != buckets + bucket and (item >= buckets or op < S.g_first[item]):
+                _follow(C, S, forward, item, writes)
+            elif own >= buckets and C.alive[slot] and op > S.g_last[item - buckets]:
+                _follow(C, S, backward, item, writes)
+            place += 1
 
 
 @compiled
@@ -253,16 +279,12 @@ def _add_rows(W, buckets, uses):  # type: ignore[no-untyped-def]
         op = C.owner[S.e_src[i]]
         if C.gather_row[op] < 0:
             C.gather_row[op] = at
-            if at + 2 * C.tiles[op] + 1 + 3 * uses > len(C.arena):
+            if at + 2 * C.tiles[op] + 1 > len(C.arena):
                 raise MemoryError(STATE_FULL)
             fill(C.arena, at, at + 2 * C.tiles[op] + 1, 0)
             at += 2 * C.tiles[op] + 1
     for i in range(uses):
-        own, forward, backward = _followers(W, buckets, i)
-        op = C.owner[S.e_src[i]]
-        place = C.gather_row[op] + 1 + S.e_src[i] - C.tile_slot[op]  # of its backward pass; one later than its row
-        C.arena[place - C.tiles[op]] += (1 if own >= 0 else 0) + (1 if forward >= 0 and forward != own else 0)
-        C.arena[place] += 1 if backward >= 0 else 0
+        _follow_use(W, buckets, i, False)
     for op in range(len(C.sync_row) - 1):
         row = C.gather_row[op]
         if row >= 0:
@@ -271,22 +293,17 @@ def _add_rows(W, buckets, uses):  # type: ignore[no-untyped-def]
                 count = C.arena[place]
                 C.arena[place] = at  # it advances to the row's end while the row is filled
                 at += count
+    if at > len(C.arena):
+        raise MemoryError(STATE_FULL)
     for i in range(uses):
-        own, forward, backward = _followers(W, buckets, i)
-        op = C.owner[S.e_src[i]]
-        place = C.gather_row[op] + 1 + S.e_src[i] - C.tile_slot[op]
-        if own >= 0:
-            _follow(C, S, place - C.tiles[op], own)
-        if forward >= 0 and forward != own:
-            _follow(C, S, place - C.tiles[op], forward)
-        if backward >= 0:
-            _follow(C, S, place, backward)
+        _follow_use(W, buckets, i, True)
     C.used[ARENA] = at
 
 
 @compiled
-def _follow(C, S, place, item):  # type: ignore[no-untyped-def]
-    """Let an item wait for the pass whose row ends at ``place``."""
-    C.arena[C.arena[place]] = S.g_slot[item]
+def _follow(C, S, place, item, writes):  # type: ignore[no-untyped-def]
+    """Let an item wait for the pass whose row ends at ``place``, or count it there."""
+    if writes:
+        C.arena[C.arena[place]] = S.g_slot[item]
+        C.waits[S.g_slot[item]] += 1
     C.arena[place] += 1
-    C.waits[S.g_slot[item]] += 1
