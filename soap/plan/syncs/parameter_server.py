@@ -59,7 +59,7 @@ class ParameterServer(SyncMethod):
         pushed = [(own[0], server_of(part), Amount(Of.VALUES, own, part)) for part in partitions for own in groups]
         pulled = [(server_of(part), own[0], Amount(Of.VALUES, own, part)) for part in partitions for own in pulling]
         asked = [(own[0], server_of(part), Amount(Of.INDICES, own, part)) for part in partitions for own in pulling] if rows else []
-        told = [(*pair, Amount(Of.INDICES, amount.who)) for *pair, amount in given] if rows and how.pull_together else []
+        told = [(device, leader, Amount(Of.INDICES, amount.who)) for device, leader, amount in given] if rows and how.pull_together else []
         handed = [(leader, device, amount) for device, leader, amount in given] if how.pull_together else []
         push = Row(Phase.AFTER_BACKWARD, PUSH, "push", How.EXCHANGE, rounds=((given, True), (pushed, False)))
         pull = Row(self.pull_phase, PULL, "pull", How.EXCHANGE, rounds=(([*pulled, *asked], False), ([*handed, *told], False)))

@@ -387,9 +387,14 @@ def row_name(sync: ShardSync, row: Row) -> str:
     return f"{name} {','.join(map(str, row.groups[0]))}" if row.apart else name
 
 
+def device_of(end: int, owners: Sequence[int]) -> int:
+    """The device at an end of a flow: of a partition, its owner."""
+    return owners[server_of(end)] if end < 0 else end
+
+
 def _round(row: tuple[Sequence[Flow], bool], sizes: _Sizes, owners: Sequence[int]) -> tuple[list[tuple[int, int, int]], int]:
     """The flows of a round, and the most bytes that a target adds up. ``owners``: of partitions."""
-    flows = [(*(owners[server_of(end)] if end < 0 else end for end in ends), sizes[amount]) for *ends, amount in row[0]]
+    flows = [(device_of(source, owners), device_of(target, owners), sizes[amount]) for source, target, amount in row[0]]
     come: dict[int, int] = {}
     for _, target, size in flows if row[1] else ():
         come[target] = come.get(target, 0) + size
