@@ -4,11 +4,11 @@
     python -m benchmarks.large --models FOLDER --only named --model llama3-70b
 
 Models are exported from configurations of the ``transformers`` library, without weights, into the folder, unless they are there. Each cell
-is a process of its own. *Seconds* are processor time of what is named, without reading the model (but for ``reading`` and ``again``); *peak*
-is the most that the process held, with everything.
+is a process of its own. *Seconds* are processor time of what is named, without reading the model (but for ``reading`` and ``again``);
+*peak* is the most that the process held, with everything.
 
-``reading``: the model's file. ``again``: the same once more, by a process that comes later. ``named``: the strategy of a name, with its time
-and memory. ``fits``: the ways that fit. ``search``: a plan, with a budget of proposals.
+``reading``: the model's file. ``again``: the same once more, by a process that comes later. ``named``: the strategy of a name, with its
+time and memory. ``fits``: the ways that fit. ``search``: a plan, with a budget of proposals.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from soap import outputs
+from soap import collector, outputs
 from soap.errors import INTERRUPTED_EXIT_CODE, ScheduleError, SoapError, did_you_mean, options_of
 from soap.files import check_writable, reason
 from soap.logs import NATIVE_LOG_LEVEL
@@ -88,7 +88,7 @@ def run_command(parser: Parser, execute: Callable[[argparse.Namespace], int], ar
     has that option: from the start of this process, or, if it was called with ``argv``, from now."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # letters that the terminal's encoding lacks are no reason to fail
         sys.stdout.reconfigure(errors="backslashreplace")
-    with options_of(OPTIONS):
+    with options_of(OPTIONS), collector.seldom():
         return _run_command(parser, execute, argv)
 
 

@@ -19,9 +19,9 @@ from math import prod
 from typing import NamedTuple
 
 from soap.cluster.topology import Topology
+from soap.model.batch import MicroBatches
 from soap.model.graph import OperatorGraph, TensorKind
 from soap.model.likeness import alike_operators
-from soap.model.micro_batches import MicroBatches
 from soap.model.regions import Box, Interval, cells, contains, intersect, subtract, volume, whole
 from soap.plan.compression.training import PLAIN, PlannedTraining
 from soap.plan.coverage import HolderIndex

@@ -4,12 +4,13 @@ How the budget of proposals is spent (evaluations of starts do not count):
 
 - Chains begin at the best distinct starts that fit into memory. The best start's chain gets half of the budget; the others share the rest.
   There is one chain for each ``TEMPERED_PROPOSALS`` (at most ``MAX_TEMPERED``).
-- Each chain spends ``DESCENT_SHARE`` of its part on ``soap.search.descent`` (at most ``DESCENT_PROPOSALS``), and goes on from there. The
-  chains are compiled, and run together (``soap.search.tempering``); an evaluator without costs for them (``soap.search.able``) has descents
-  alone, for the whole budget. Beta is relative to the cost at which the chain begins. The first chain's descent first tries reference
-  strategies that were no starts, such as data parallelism on fewer devices.
+- Each chain spends ``DESCENT_SHARE`` of its part on ``soap.search.descent`` (at most ``DESCENT_PROPOSALS``; nothing from a large start that
+  fits, as each proposal takes a second there), and goes on from there. The chains are compiled, and run together
+  (``soap.search.tempering``); an evaluator without costs for them (``soap.search.able``) has descents alone, for the whole budget. Beta is
+  relative to the cost at which the chain begins. The first chain's descent first tries reference strategies that were no starts, such as
+  data parallelism on fewer devices.
 - If data parallelism does not fit, parameters may be synchronized in the ways that save memory (``sync.SAVING_MEMORY``), unless the options
-  say which ways are allowed; then mixtures that save memory are starts as well.
+  say which ways are allowed; then mixtures that save memory are the first starts, and what certainly lacks memory is none.
 - If no start fits, hosts may keep optimizer states (``soap.search.offloading``), and starts that do so are evaluated as well.
 - If still no start fits, the best one descends until something fits, for the whole budget if need be.
 - Where memory binds, that is if a start that does not fit is faster than those that do, operators may be recomputed
@@ -34,6 +35,7 @@ from typing import Any, cast
 
 from tqdm import tqdm
 
+from soap import collector
 from soap.cluster.topology import Topology
 from soap.errors import StrategyError
 from soap.model.graph import OperatorGraph
@@ -57,7 +59,7 @@ from soap.search.starts import (
     evaluated,
     starts_of_chains,
 )
-from soap.simulator.simulate import is_played
+from soap.simulator.simulate import is_large, is_played
 from soap.strategy.config import Strategy
 from soap.strategy.named import PIPELINE, named
 from soap.time_limit import TimeIsUp, TimeLimit
@@ -91,8 +93,8 @@ def search(
     ``polish_up_to``: make the result locally optimal if all operators together have at most so many structured configurations; 0: never.
     ``improved``: called with each new best cost in ns. ``stopped``: asked after every start, proposal or round; once it returns True, the
     search ends as by Ctrl-C (Python loses one that arrives while a library calls back into it). ``further_starts``: name -> function that
-    makes a strategy; called after the other starts are evaluated, whether or not ``options.starts`` has the name. ``limit``: by default
-    of ``options.seconds``. ``share``: part of it after which the search ends if something fits.
+    makes a strategy, called after the other starts are evaluated, if ``options.starts`` has the name or not. ``limit``: by default of
+    ``options.seconds``. ``share``: part of it after which the search ends if something fits.
 
     Ctrl-C and the end of the limit return the best so far; KeyboardInterrupt if nothing was evaluated yet. InfeasibleError if nothing fits
     into memory, StrategyError if the options do not fit model and cluster.
@@ -118,7 +120,7 @@ def search(
         _heed(ended)
 
     bar: tqdm[Any] = tqdm(total=options.budget, unit="proposal", disable=None if progress else True)
-    with bar:
+    with bar, collector.seldom():
         try:
             with whole, within:
                 if recorder.fits:
@@ -132,15 +134,13 @@ def search(
                     raise StrategyError(out_of_stage(space, baseline) or "no start")
                 _Run(space, topology, evaluator, recorder, options, bar, ended).everything()
                 if (around := space_of(space, recorder.best)) is not None:
-                    bar.set_description("polishing")
                     polish_best(recorder, around, evaluator, polish_up_to, lambda: _heed(ended))
         except (KeyboardInterrupt, Exception) as error:
             if not (isinstance(error, KeyboardInterrupt) or ended()):  # libraries may turn an interrupt into an error of their own
                 raise
-            late = isinstance(error, TimeIsUp)  # perhaps of the caller's limit
             if not recorder.starts:
-                raise TimeIsUp if late else KeyboardInterrupt from error
-            early, interrupted = True, stopped() or not (late or whole.over or until.over)
+                raise type(error) if isinstance(error, TimeIsUp) else KeyboardInterrupt from error
+            early, interrupted = True, stopped() or not (isinstance(error, TimeIsUp) or whole.over or until.over)  # perhaps the caller's
     return _result(space, topology, evaluator, recorder, options, usual, early=early, interrupted=interrupted)
 
 
@@ -254,7 +254,7 @@ class _Run:
         for start, part in zip(chosen, chain_budgets(budget, len(chosen)), strict=True):
             rng = random.Random(f"{self.options.seed} {start.name}")
             allowance = Allowance(part, self.options.patience)
-            share = part if able is None else min(int(part * DESCENT_SHARE), DESCENT_PROPOSALS)
+            share = part if able is None else min(int(part * DESCENT_SHARE), 0 if is_large(start.strategy) else DESCENT_PROPOSALS)
             low = self._descend(rng, start, openings, share, allowance)
             openings = []
             if low.fits:

@@ -19,10 +19,9 @@ from soap.simulator.folding import Folding
 from soap.simulator.memory.bound import MemoryBound
 from soap.simulator.memory.hosts import hosts_may_lack
 from soap.simulator.shared import Shared
-from soap.simulator.simulate import CACHED_STRATEGIES, REFUSED_BYTES, Simulation, Simulator, is_large, is_planned
+from soap.simulator.simulate import CACHED_STRATEGIES, REFUSED_BYTES, REST, Simulation, Simulator, is_large, is_planned
 from soap.strategy.classical import CLASSICAL
 from soap.strategy.config import OpConfig, Strategy, SyncConfig
-from soap.strategy.fields import STRATEGY_FIELDS
 
 MOST_CHANGES = 16
 """A strategy that differs from the one an engine holds in more operators and parameters than this is lowered from scratch."""
@@ -32,7 +31,7 @@ AMPLE = 3
 buffers, come on top of those needs."""
 
 PREFETCH = "prefetch"
-LOADED = tuple(field.name for field in STRATEGY_FIELDS if field.name != PREFETCH)
+LOADED = tuple(name for name in REST if name != PREFETCH)
 """What no proposal changes of a strategy."""
 
 Change = tuple[str, OpConfig | SyncConfig | int]
@@ -168,11 +167,8 @@ class IncrementalSimulator:
         return max((holder.least_overflow_bytes(strategy) for holder in self._engines), default=0)
 
     def outcome(self, strategy: Strategy) -> Simulation | FoldedSimulation | None:
-        """The full outcome, folded if the strategy is large; None if it then cannot be folded: to play all of it takes minutes."""
-        if not is_large(strategy):
-            return self._simulator.run(strategy)
-        folded = self._simulator.run_folded(strategy)
-        return None if isinstance(folded, str) else folded
+        """As ``Simulator.outcome``."""
+        return self._simulator.outcome(strategy)
 
     def engine_for(self, strategy: Strategy) -> Engine | None:
         """An engine of its own that holds this strategy, simulated; None if the strategy is so large that it is folded."""

@@ -12,9 +12,8 @@ from math import prod
 
 from soap.cluster.topology import Topology
 from soap.errors import StrategyError
-from soap.model.batch import sample_factor
+from soap.model.batch import MicroBatches, sample_factor
 from soap.model.graph import OperatorGraph
-from soap.model.micro_batches import MicroBatches
 from soap.strategy.config import OpConfig, Strategy, settled
 from soap.strategy.grids import device_order, fill, grouped, shared, tensor_parallel_width
 from soap.strategy.sequences import SequenceSplits

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from soap.model.regions import Box
-from soap.plan.flows import Round, box_bytes, joined
+from soap.plan.delivery import Round, box_bytes, joined
 from soap.plan.plan import Plan, ShardSync
 from soap.plan.row_counts import DeviceLookups, row_bytes, touched_rows
 
@@ -49,8 +49,13 @@ class Amounts:
 
 def reading_groups(sync: ShardSync) -> list[Group]:
     """The readers in groups that push and pull together: each alone, or with local aggregation those of each host."""
+    return led_groups(sync.readers, sync.leaders)
+
+
+def led_groups(readers: Group, leaders: Group) -> list[Group]:
+    """These readers by their leaders."""
     together: dict[int, list[int]] = {}
-    for reader, leader in zip(sync.readers, sync.leaders, strict=True):
+    for reader, leader in zip(readers, leaders, strict=True):
         together.setdefault(leader, []).append(reader)
     return [tuple(readers) for readers in together.values()]
 

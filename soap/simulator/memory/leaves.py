@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from soap.plan.flows import box_bytes
+from soap.plan.delivery import box_bytes
 from soap.simulator.memory.leaving import lies_in_rows
 from soap.simulator.memory.task_spans import Span, TaskSpans
 

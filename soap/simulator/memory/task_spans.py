@@ -55,6 +55,7 @@ class TaskSpans:
         order, schedule = run.order, run.schedule
         self.plan, self.end_ns = tasks.plan, schedule.makespan_ns
         self.sizes = tile_sizes(tasks.plan)
+        self._wanted: dict[int, Span] = {}
         self.forward: dict[int, Span] = {}
         self.backward: dict[int, Span] = {}
         self.weights: dict[int, Span] = {}
@@ -262,6 +263,12 @@ class TaskSpans:
 
     def wanted(self, holding: int) -> Span:
         """(when a holding's gradient is added up, until when it is held)."""
+        found = self._wanted.get(holding)
+        if found is None:
+            found = self._wanted[holding] = self._when_wanted(holding)
+        return found
+
+    def _when_wanted(self, holding: int) -> Span:
         held = self.plan.holdings[holding]
         makers = [held.tile] if held.reduction is None else self.plan.reductions[held.reduction].tiles
         own = [tile for tile in makers if self.plan.tiles[tile].device == held.device and tile in self.backward]
