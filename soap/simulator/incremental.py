@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable
 
+import numpy as np
+
 from soap.plan.compression.training import PlannedTraining
 from soap.simulator.compiled.machine_code import ENGINE
 from soap.simulator.compiled.memory_tables import FITS, UNLIKELY
@@ -14,7 +16,6 @@ from soap.simulator.drawn_times import replayed_times_ns
 from soap.simulator.draws import Draws, cost_ns
 from soap.simulator.engine import Engine
 from soap.simulator.folded import FoldedSimulation
-from soap.simulator.folded_bound import most_overflow_bytes
 from soap.simulator.folded_prices import FoldedCosts
 from soap.simulator.folding import Folding
 from soap.simulator.memory.bound import MemoryBound
@@ -333,3 +334,18 @@ class _Holder:
         if held.prefetch != strategy.prefetch:
             found.append((PREFETCH, strategy.prefetch))
         return found
+
+
+def most_overflow_bytes(folding: Folding, engine: Engine, optimizer_states: int) -> int:
+    """Bytes by which upper bounds exceed the devices' memory, in all copies; 0 if everything certainly fits. Devices that no copy uses hold
+    the batch alone, as others do. ``engine``: holds the two copies."""
+    images = folding.copies.images
+    limits = np.array(folding.whole.memory_limits)[images]
+    limits[1] = limits[1:].min(axis=0)  # it stands for all the others
+    places = np.searchsorted(folding.copies.devices, images[:2])
+    by_device = dict(zip(places.ravel().tolist(), limits[:2].ravel().tolist(), strict=True))
+    bound = MemoryBound(engine, [by_device[device] for device in range(len(by_device))], optimizer_states)
+    lacking = bound.most_overflow_bytes()
+    assert lacking is not None  # neither servers nor what hosts keep is folded
+    first, other = lacking[places].sum(axis=1).tolist()
+    return int(first + (folding.count - 1) * other)
