@@ -129,8 +129,8 @@ def fits(
 
     ``optimizer_states``, ``costs``, ``memory_budget``: as for ``simulate``. ``training``: as for ``SearchOptions``. ``seconds``: no way is
     begun that is not expected to be over after so many seconds of a core, except the one that saves most (sharded and recomputed, and if
-    nothing fits, the same in micro-batches). ``smaller``: makes the model for fewer samples; by default models of the zoo are made anew, and others
-    not. SoapError in one line if the arguments do not fit together."""
+    nothing fits, the same in micro-batches). ``smaller``: makes the model for fewer samples; by default models of the zoo are made anew,
+    and others not. SoapError in one line if the arguments do not fit together."""
     begin_s, topology = time.process_time(), with_memory_budget(topology_of(cluster), memory_budget)
     simulator = simulator_for(model, topology, optimizer_states=optimizer_states, costs=costs, training=training)
     graph = simulator.graph
@@ -173,8 +173,8 @@ class _Candidate(NamedTuple):
 
 class _Ways:
     """Looks for ways that fit, those first that save most. Where the compiled simulator is there, it says how long each way takes, which
-    can't fit, and which may by an estimate; what saves most, then the fastest that may fit, then the others are played in full, until enough
-    of them fit. Else all are played, as long as there is time."""
+    can't fit, and which may by an estimate; what saves most, then the fastest that may fit, then the others are played in full, until
+    enough of them fit. Else all are played, as long as there is time."""
 
     def __init__(self, simulator: Simulator, asked: Way, begin_s: float, seconds: float, smaller: Smaller | None) -> None:
         self._simulator, self._asked, self._smaller = simulator, asked, smaller
@@ -256,7 +256,7 @@ class _Ways:
         folding = self._simulator.folding(strategy, nearly=True)
         if isinstance(folding, str):
             return False, tile_count(strategy)
-        return True, strategy.microbatches * len(folding.undivided.tiles)
+        return True, tile_count(folding.copies.strategy)
 
     def _candidates(self) -> list[_Candidate]:
         """The ways."""
@@ -319,8 +319,8 @@ class _Ways:
         return [replace(_way(own, name, made.strategy), budgeted=made, base=base.name)]
 
     def _in_parts(self, played: Sequence[Way]) -> list[Way]:
-        """Ways whose samples go through in several batches, in as few as fit. ``played``: the ways so far. If none of these fits, what saves
-        most in the most micro-batches, whatever the time."""
+        """Ways whose samples go through in several batches, in as few as fit. ``played``: the ways so far. If none of these fits, what
+        saves most in the most micro-batches, whatever the time."""
         coupled, found = couples_samples(self._simulator.graph), list[Way]()
         if not self._late and not is_large(self._asked.strategy):
             found = self._in_smaller_batches() if coupled else self._in_micro_batches(played)

@@ -8,13 +8,16 @@ import os
 import re
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from soap import outputs
 from soap.cli.command import Parser
 from soap.cli.named_calls import imported
 from soap.errors import SoapError
 from soap.files import read_text, reason, write_text_atomically
-from soap.runtime.training_options import OnStep, StepMetrics
+
+if TYPE_CHECKING:
+    from soap.runtime.training_options import OnStep, StepMetrics  # imports torch
 
 CALLABLE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 

@@ -84,7 +84,7 @@ class AlikeHosts:
         one, other = np.asarray(sources, np.int64), np.asarray(targets, np.int64)
         a, b = self.hosts[one], self.hosts[other]
         ways = (self.places[one] * self._each + self.places[other]) * 3 + np.sign(b - a) + 1
-        asked, which = np.unique(ways, return_inverse=True)
+        asked = np.flatnonzero(np.bincount(ways, minlength=1))
         found = [self._template(*divmod(pair, self._each), way - 1) for pair, way in (divmod(own, 3) for own in asked.tolist())]
         known = [template for template in found if template is not None]
         if len(known) < len(found):
@@ -92,7 +92,9 @@ class AlikeHosts:
         table = np.full((len(known), max(map(len, known), default=0), 2), -1, np.int64)
         for row, template in zip(table, known, strict=True):
             row[: len(template)] = np.array(template, np.int64).reshape(-1, 2)
-        whose, place = np.moveaxis(table[which.ravel()], 2, 0)
+        rows = np.zeros(3 * self._each**2, np.int64)
+        rows[asked] = np.arange(len(asked))
+        whose, place = np.moveaxis(table[rows[ways]], 2, 0)
         base = np.stack([self._first[a], self._first[b], np.zeros_like(a), np.zeros_like(a)], axis=1)  # the last one is of padding
         links: Ints = place + np.take_along_axis(base, whose, axis=1)
         return links

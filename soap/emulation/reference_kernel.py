@@ -12,10 +12,8 @@ from contextlib import suppress
 from typing import Any
 
 import numpy as np
-from numba import cfunc, njit, types
-from numba.core.typing.templates import signature
+from numba import carray, cfunc, njit, types
 from numba.extending import intrinsic
-from numba.np.numpy_support import carray
 
 ReferenceState = np.ndarray[tuple[int], np.dtype[np.float64]]
 
@@ -49,7 +47,7 @@ def _cast(result: Any) -> Any:
         def generate(context: Any, builder: Any, chosen: Any, arguments: Any) -> Any:
             return builder.inttoptr(arguments[0], context.get_value_type(chosen.return_type))
 
-        return signature(types.CPointer(result), types.int64), generate
+        return types.CPointer(result)(types.int64), generate
 
     return cast
 

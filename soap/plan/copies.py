@@ -87,9 +87,12 @@ class _Finding:
         devices = tuple(sorted(images[:LEFT].ravel().tolist()))
         rank = {device: i for i, device in enumerate(devices)}
         configs = {}
+        placed: dict[int, tuple[int, ...]] = {}  # operators with one tuple of devices go on sharing one
         for op, (degrees, replicas, own) in zip(self._graph.operators, rows, strict=True):
             config = strategy.operators[op.name]  # what is divided among copies has no shares
-            configs[op.name] = config.placed(degrees, tuple([rank[int(device)] for device in own]), replicas, config.shares)
+            if id(own) not in placed:
+                placed[id(own)] = tuple([rank[int(device)] for device in own])
+            configs[op.name] = config.placed(degrees, placed[id(own)], replicas, config.shares)
         operators = tuple(self._sizes.get(op.name, op) for op in self._graph.operators)
         tensors = dict(self._graph.tensors)
         for name, dim in self._folded.items():

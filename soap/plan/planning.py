@@ -11,14 +11,16 @@ partial results of its cell, and then what its readers need outside of the cell.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, combinations, pairwise
 from math import prod
+from typing import NamedTuple
 
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph, TensorKind
+from soap.model.likeness import alike_operators
 from soap.model.micro_batches import MicroBatches
 from soap.model.regions import Box, Interval, cells, contains, intersect, subtract, volume, whole
 from soap.plan.compression.training import PLAIN, PlannedTraining
@@ -30,7 +32,7 @@ from soap.plan.scheduling import Orders
 from soap.plan.syncs.keeping import Cell, Keeping
 from soap.plan.syncs.represented import Represented
 from soap.plan.tiling import Tile, tiles_of
-from soap.strategy.config import OpConfig, Strategy
+from soap.strategy.config import OpConfig, Strategy, SyncConfig
 from soap.strategy.kept import with_mark
 from soap.strategy.recomputation import STAYS
 
@@ -134,6 +136,14 @@ class Delivery:
     exchanges: tuple[Exchange, ...]
 
 
+class Sums(NamedTuple):
+    """What devices sum, and have in common. ``groups``: sets of devices that sum partial results. ``regions``: how a region of a parameter is
+    synchronized, and the region."""
+
+    groups: tuple[tuple[int, ...], ...]
+    regions: tuple[tuple[SyncConfig, Cell], ...]
+
+
 class PlanBuilder:
     """Builds plans for one graph on one cluster, keeping what consecutive strategies have in common."""
 
@@ -163,6 +173,7 @@ class PlanBuilder:
         self._represented = represented
         self._keeping = Keeping(graph, topology, represented, training.wrapped)
         self._readers = [_readers(graph, position) for position in range(len(graph.operators))]
+        self._alike = lru_cache(1)(lambda: alike_operators(graph))
 
     def __reduce__(self) -> tuple[object, ...]:
         # another process starts with empty caches
@@ -230,6 +241,28 @@ class PlanBuilder:
             return self._other(strategy.microbatches).delivery(position, strategy)
         own, *readers = (_divided(strategy.operators[self.graph.operators[p].name]) for p in (position, *self._readers[position]))
         return self._delivery(position, own, tuple(readers))
+
+    def sums(self, strategy: Strategy) -> Sums:
+        """Who sums what by a legal strategy in one micro-batch, without a plan: of operators that are alike and placed alike once."""
+        configs = [_divided(strategy.operators[op.name]) for op in self.graph.operators]
+        seen, done = set[Hashable](), set[str]()
+        groups, regions = dict[tuple[int, ...], None](), list[tuple[SyncConfig, Cell]]()
+        for position, (op, config, same) in enumerate(zip(self.graph.operators, configs, self._alike(), strict=True)):
+            names = [operand.tensor for operand in op.parameters]
+            tied = any(len(self.graph.parameter_users[name]) > 1 for name in names)
+            placed = config.degrees, id(config.devices), config.replicas, config.shares
+            key = position if tied else same, *placed, *map(strategy.sync, names)
+            if key in seen:
+                continue
+            seen.add(key)
+            groups.update(dict.fromkeys(reduction.devices for reduction in self._part(position, config).reductions))
+            for name in names:
+                users = sorted({user for user, _ in self.graph.parameter_users[name]})
+                cells = () if name in done else self._cells(name, tuple((user, configs[user]) for user in users))
+                used = [(self._keeping.used(name, cell, strategy.sync(name)), cell) for cell in cells]
+                regions += [(sync, cell) for sync, cell in used if sync is not None]
+                done.add(name)
+        return Sums(tuple(groups), tuple(regions))
 
     def _other(self, microbatches: int) -> PlanBuilder:
         """A builder of plans with another number of micro-batches."""

@@ -32,6 +32,9 @@ class PreprocessError(SoapError):
     """Data cannot be read or written, or do not fit the SPEC."""
 
 
+NO_ARROW = "Parquet needs pyarrow: pip install 'soap-search[preprocess]', or leave Parquet out: parquet=False (--no-parquet)"
+
+
 def key_of(*parts: object) -> str:
     """A hash of plain values."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

@@ -6,18 +6,18 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from soap.files import reason
 from soap.preprocessing import engine
-from soap.preprocessing.container import PreprocessError
+from soap.preprocessing.container import NO_ARROW, PreprocessError
 from soap.preprocessing.engine import Begun, Nodes, Options, Summary
 from soap.preprocessing.executors import Executor, InProcess
-from soap.preprocessing.inputs import GZIP, Unit, find_units
+from soap.preprocessing.inputs import GZIP, PARQUET, Unit, find_units
 from soap.preprocessing.manager import SERIAL, Manager, State
 from soap.preprocessing.node import Node, NodesTogether, Seen
-from soap.preprocessing.parsing import require_arrow
 from soap.preprocessing.processes import Processes
 from soap.preprocessing.resources import Machine
 from soap.preprocessing.spec import Spec, load_spec
@@ -99,7 +99,7 @@ def preprocess(
     options = Options(on_error, modes or {}, chunk_bytes, workers, parquet, codec)
     folder = Path(out)
     units = find_units(inputs)
-    require_arrow(units, parquet)
+    _require_arrow(units, parquet)
     require_disk(units, folder, parquet)
     with_log = _Log(folder / engine.LOG)
 
@@ -137,7 +137,7 @@ class _Log:
 def plan(spec: Spec, inputs: Sequence[str | Path], out: Path, options: Options) -> dict[str, Any]:
     """What a run would do now, as plain JSON values. Nothing is written. Chunks of compressed inputs are estimated."""
     units = find_units(inputs)
-    require_arrow(units, options.parquet)
+    _require_arrow(units, options.parquet)
     sample = Machine(place_of(out)).sample(())
     manager = Manager(options.modes, options.workers)
     size = options.chunk_bytes or manager.chunk_bytes(sample)
@@ -165,3 +165,9 @@ def plan(spec: Spec, inputs: Sequence[str | Path], out: Path, options: Options) 
         "disk_bytes": sample.disk_bytes,
         "disk_needed_bytes": disk_needed(units, options.parquet),
     }
+
+
+def _require_arrow(units: Sequence[Unit], written: bool) -> None:
+    """PreprocessError if pyarrow is needed and not installed: before hours of work, not at their end. ``written``: whether Parquet is."""
+    if (written or any(unit.kind == PARQUET for unit in units)) and find_spec("pyarrow") is None:
+        raise PreprocessError(NO_ARROW)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from soap.preprocessing import kernel
-from soap.preprocessing.container import PreprocessError
-from soap.preprocessing.inputs import PARQUET, Chunk, Unit, line_of
+from soap.preprocessing.container import NO_ARROW, PreprocessError
+from soap.preprocessing.inputs import Chunk, Unit, line_of
 from soap.preprocessing.spec import Column, Spec
-
-MISSING = "Parquet needs pyarrow: pip install 'soap-search[preprocess]', or leave Parquet out: parquet=False (--no-parquet)"
 
 
 def parquet() -> Any:
@@ -25,14 +22,8 @@ def parquet() -> Any:
     try:
         import pyarrow.parquet
     except ImportError:
-        raise PreprocessError(MISSING) from None
+        raise PreprocessError(NO_ARROW) from None
     return pyarrow.parquet
-
-
-def require_arrow(units: Sequence[Unit], written: bool) -> None:
-    """PreprocessError if pyarrow is needed and not installed: before hours of work, not at their end. ``written``: whether Parquet is."""
-    if (written or any(unit.kind == PARQUET for unit in units)) and find_spec("pyarrow") is None:
-        raise PreprocessError(MISSING)
 
 
 MOST_BAD = 1000

@@ -4,12 +4,13 @@ How the budget of proposals is spent (evaluations of starts do not count):
 
 - Chains begin at the best distinct starts that fit into memory. The best start's chain gets half of the budget; the others share the rest.
   There is one chain for each ``TEMPERED_PROPOSALS`` (at most ``MAX_TEMPERED``).
-- Each chain spends ``DESCENT_SHARE`` of its part on ``soap.search.descent`` (at most ``DESCENT_PROPOSALS``), and goes on from there. The
-  chains are compiled, and run together (``soap.search.tempering``); an evaluator without costs for them (``soap.search.able``) has descents
-  alone, for the whole budget. Beta is relative to the cost at which the chain begins. The first chain's descent first tries reference
-  strategies that were no starts, such as data parallelism on fewer devices.
+- Each chain spends ``DESCENT_SHARE`` of its part on ``soap.search.descent`` (at most ``DESCENT_PROPOSALS``; nothing from a large start that
+  fits, as each proposal takes a second there), and goes on from there. The chains are compiled, and run together
+  (``soap.search.tempering``); an evaluator without costs for them (``soap.search.able``) has descents alone, for the whole budget. Beta is
+  relative to the cost at which the chain begins. The first chain's descent first tries reference strategies that were no starts, such as
+  data parallelism on fewer devices.
 - If data parallelism does not fit, parameters may be synchronized in the ways that save memory (``sync.SAVING_MEMORY``), unless the options
-  say which ways are allowed; then mixtures that save memory are starts as well.
+  say which ways are allowed; then mixtures that save memory are the first starts, and what certainly lacks memory is none.
 - If no start fits, hosts may keep optimizer states (``soap.search.offloading``), and starts that do so are evaluated as well.
 - If still no start fits, the best one descends until something fits, for the whole budget if need be.
 - Where memory binds, that is if a start that does not fit is faster than those that do, operators may be recomputed
@@ -58,7 +59,7 @@ from soap.search.starts import (
     evaluated,
     starts_of_chains,
 )
-from soap.simulator.simulate import is_played
+from soap.simulator.simulate import is_large, is_played
 from soap.strategy.config import Strategy
 from soap.strategy.named import PIPELINE, named
 from soap.time_limit import TimeIsUp, TimeLimit
@@ -255,7 +256,7 @@ class _Run:
         for start, part in zip(chosen, chain_budgets(budget, len(chosen)), strict=True):
             rng = random.Random(f"{self.options.seed} {start.name}")
             allowance = Allowance(part, self.options.patience)
-            share = part if able is None else min(int(part * DESCENT_SHARE), DESCENT_PROPOSALS)
+            share = part if able is None else min(int(part * DESCENT_SHARE), 0 if is_large(start.strategy) else DESCENT_PROPOSALS)
             low = self._descend(rng, start, openings, share, allowance)
             openings = []
             if low.fits:

@@ -39,7 +39,8 @@ def infeasible(graph: OperatorGraph, topology: Topology, evaluator: Evaluator, r
     simulation, of_start = played(best.strategy), played(closest.strategy)
     if simulation is None or of_start is None:
         available_bytes, lacking = sum(topology.memory_limits), format_bytes(best.overflow_bytes)
-        need, rest = f"{lacking} more needed than the {format_bytes(available_bytes)} available on {topology.device_count} devices", f": {_each(topology, best)}"
+        need = f"{lacking} more needed than the {format_bytes(available_bytes)} available on {topology.device_count} devices"
+        rest = f": {_each(topology, best)}"
     else:
         need, rest = _lacking(topology, simulation), _made_of(topology, simulation)
         if closest.strategy != best.strategy:

@@ -62,8 +62,8 @@ def starting_strategies(
     syncs: Mapping[str, Sequence[SyncConfig]] = MappingProxyType({}),
     saving: Sequence[str] = (),
 ) -> dict[str, Strategy]:
-    """Name -> strategy in the order of evaluation: data parallelism, then ``names``, then ``initial``. If no names are given: ``saving``, as
-    far as ``syncs`` allows it, all classical ones, and those that synchronize parameters in the other ways that ``syncs`` allows
+    """Name -> strategy in the order of evaluation: data parallelism, then ``names``, then ``initial``. If no names are given: ``saving``,
+    as far as ``syncs`` allows it, all classical ones, and those that synchronize parameters in the other ways that ``syncs`` allows
     (``sync.sync_choices``); of equal ones the first. Where data parallelism does not fit, so that there are some that are ``saving``,
     without those that certainly lack memory; but with those that share parameters, as others are made of them."""
     wanted = [*saving, *CLASSICAL, *_synchronized(graph, topology, syncs)] if names is None else list(names)

@@ -16,6 +16,7 @@ import numpy as np
 
 from soap.cluster.topology import DeviceType, Topology
 from soap.model.graph import DimMap, Operand, Operator, OperatorGraph, TensorKind
+from soap.model.likeness import alike_operators
 from soap.model.micro_batches import MicroBatches
 from soap.model.regions import Box, volume
 from soap.plan.row_counts import tile_lookups
@@ -97,8 +98,7 @@ class CutOperators:
         by_name: dict[str, DeviceType] = {device.type.name: device.type for device in topology.devices}
         self.types = tuple(by_name[name] for name in device_types(topology))
         self._parameters = {tensor.name: i for i, tensor in enumerate(graph.parameters)}
-        classes: dict[Hashable, int] = {}
-        self._class_of = [classes.setdefault(_likeness(graph, op, self._parameters), i) for i, op in enumerate(graph.operators)]
+        self._class_of = alike_operators(graph)
         self._whole = MicroBatches(graph, 1)
         self._made: dict[Hashable, CutOperator] = {}
         self._timed: dict[Hashable, TileTimes] = {}
@@ -350,23 +350,3 @@ def _tile(op: Operator, position: int, index: int, cells: Longs, regions: Region
 
 def _as_box(table: Longs) -> Box:
     return tuple([(start, stop) for start, stop in table.tolist()])
-
-
-def _likeness(graph: OperatorGraph, op: Operator, numbers: Mapping[str, int]) -> Hashable:
-    """A value that is equal for operators that differ only in names."""
-    operands = [
-        [(o.dims, t.shape, t.dtype, t.itemsize, t.kind, t.requires_grad) for o in own for t in (graph.tensors[o.tensor],)]
-        for own in (op.inputs, op.parameters, op.outputs)
-    ]
-    same = [[own.index(o) for o in own] for own in (op.inputs, op.parameters)]  # an operand that is there twice
-    order = sorted(range(len(op.parameters)), key=lambda k: numbers[op.parameters[k].tensor])
-    alone = [len({user for user, _ in graph.parameter_users[o.tensor]}) == 1 for o in op.parameters]
-    backward = graph.needs_backward(op)
-    position = graph.index[op.name]
-    lookups = (own for o in op.parameters if o.tensor in graph.sparse for own in graph.sparse[o.tensor].lookups)
-    rows = [(own.parameter, own.indices, own.weighed) for own in lookups if own.operator == position]
-    touched = [(graph.sparse[o.tensor].weighed, graph.sparse[o.tensor].touched) for o in op.parameters if o.tensor in graph.sparse]
-    kept = graph.footprints.get(op.name), graph.part_footprints.get(op.name)
-    calls = len(op.calls), op.views
-    figures = (kept, op.flops, op.saved_bytes, calls, op.partitionable, op.arithmetic, op.skipped_share, op.fused_bytes, op.drawn)
-    return repr((backward, rows, touched, order, alone, op.kind, op.factors, operands, same, figures))

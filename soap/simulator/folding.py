@@ -40,7 +40,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import permutations
+from itertools import chain, permutations
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,9 +51,7 @@ from soap.model.graph import OperatorGraph
 from soap.plan.compression.training import PLAIN, PlannedTraining
 from soap.plan.copies import LEFT, Copies, UnfoldableError, candidates, find_copies
 from soap.plan.plan import Plan
-from soap.plan.planning import PlanBuilder
-from soap.plan.syncs.clipping import sums_norm
-from soap.plan.syncs.even_parts import is_even
+from soap.plan.planning import PlanBuilder, Sums
 from soap.plan.syncs.represented import Represented
 from soap.simulator.chunks import shortest_chunk_ns
 from soap.simulator.communication.allreduce import allreduce_options, parted_options
@@ -77,16 +75,17 @@ class Folding:
     ``communication``; an ``Engine`` takes ``copies.graph`` and ``copies.strategy`` instead, with ``FoldedCosts``. ``local[copy, number]``:
     links of the cluster; one column has corresponding links. ``alike``: link of the cluster -> the link of the small topology that
     represents it, -1 if it is never held. ``between_hosts``: by link of the small topology, whether any of those that it represents leads
-    from one host to others (``draws.links_between_hosts`` of the whole cluster). ``undivided``: the plan of two copies without
-    micro-batches, made for the topology ``planned_on``.
+    from one host to others (``draws.links_between_hosts`` of the whole cluster). ``builder``: of plans of two copies. ``has_parts``:
+    whether readers own parts of what is synchronized. ``exact``: whether the others do exactly as copy 1: these parts are equal.
     """
 
     graph: OperatorGraph
     whole: Topology
     copies: Copies
     topology: Topology
-    undivided: Plan
-    planned_on: Topology
+    builder: PlanBuilder
+    has_parts: bool
+    exact: bool
     communication: FoldedCommunication
     local: Ints
     alike: Ints
@@ -95,22 +94,11 @@ class Folding:
 
     @property
     def plan(self) -> Plan:
-        """The plan of two copies, with the whole graph. With many micro-batches it is large, and made whenever it is asked for."""
-        plan, strategy = self.undivided, self.copies.strategy
-        if strategy.microbatches > 1:
-            plan = PlanBuilder(self.copies.graph, self.planned_on, plan.training, represented=self.represented).build(strategy)
-        return replace(plan, graph=self.graph)
-
-    @property
-    def has_parts(self) -> bool:
-        """Whether readers own parts of what is synchronized."""
-        return any(sync.cluster_readers for sync in self.undivided.syncs)
-
-    @property
-    def exact(self) -> bool:
-        """Whether the others do exactly as copy 1: what readers own in parts is cut into equal ones."""
-        parts = ((sync.cluster_readers, region.box) for sync in self.undivided.syncs for region in sync.regions)
-        return not any(count and (not box or (box[0][1] - box[0][0]) % count) for count, box in parts)
+        """The plan of two copies, with the whole graph, made whenever it is asked for."""
+        builder, strategy = self.builder, self.copies.strategy
+        if strategy.microbatches > 1:  # whose plans are large, and nothing of them is kept
+            builder = PlanBuilder(builder.graph, builder.topology, builder.training, represented=self.represented)
+        return replace(builder.build(strategy), graph=self.graph)
 
     @property
     def count(self) -> int:
@@ -189,35 +177,37 @@ class _Folding:
         before = self._small_topology(near | bridge)
         builder = self._builders.builder(self.copies, before)
         self._check_fetches(builder)
-        # which devices sum together does not depend on micro-batches, and without them a plan is soon made
-        plan = builder.build(replace(self.copies.strategy, microbatches=1))
-        if any(sync.cluster_readers and not is_even(plan, sync) for sync in plan.syncs):
+        sums = builder.sums(replace(self.copies.strategy, microbatches=1))  # who sums together does not depend on micro-batches
+        owned = {cell[:2]: None for sync, cell in sums.regions if sync.contract.owned_in_parts}
+        parted = {readers for _, readers in owned}
+        if any(before.devices[reader].type.kind == "cpu" for readers in parted for reader in readers):
             raise UnfoldableError("readers own parts of parameters, and are no GPUs")
-        groups = _common_groups(plan, self.images[0], self.copies.devices)
-        if sums_norm(plan):
+        groups = self._common_groups(sums)
+        if self.training.clips and not any(sync.compression for sync, _ in sums.regions):
             if len(np.unique(self.images)) < self.topology.device_count:
                 raise UnfoldableError("gradients are clipped by a norm that idle devices wait for, too")
-            groups.append(tuple(range(plan.device_count)))
-        parted = {sync.readers for sync in plan.syncs if sync.cluster_readers}
-        found = {devices: self._sum_over_all(devices, parted=devices in parted) for devices in groups}
-        signatures = self._signatures((*sums.options, *sums.parted) for sums in found.values())
+            groups.append(tuple(range(before.device_count)))
+        over_all = {devices: self._sum_over_all(devices, parted=devices in parted) for devices in groups}
+        signatures = self._signatures((*own.options, *own.parted) for own in over_all.values())
         if (signatures[local[2:]] != signatures[local[1]]).any():
             raise UnfoldableError(f"sums over {len(self.images)} copies do not hold corresponding links in all of them")
         kept, alike = self._stand_ins(local, signatures, near | bridge)
         small = self._small_topology(kept)
         common = {
             devices: replace(
-                sums,
-                small=tuple(_on_small(option, alike) for option in sums.options),
-                parted=tuple(_on_small(option, alike) for option in sums.parted),
+                own,
+                small=tuple(_on_small(option, alike) for option in own.options),
+                parted=tuple(_on_small(option, alike) for option in own.parted),
             )
-            for devices, sums in found.items()
+            for devices, own in over_all.items()
         }
         between = np.zeros(len(small.links), bool)
         represented = alike >= 0
         np.logical_or.at(between, alike[represented], self._between[represented])
+        exact = not any(not box or (box[0][1] - box[0][0]) % len(self._represented.everyone(readers)) for box, readers in owned)
         communication, links = FoldedCommunication(small, common), (local, alike, between)
-        return Folding(self.graph, self.topology, self.copies, small, plan, before, communication, *links, self._represented)
+        planned = builder, bool(owned), exact
+        return Folding(self.graph, self.topology, self.copies, small, *planned, communication, *links, self._represented)
 
     def _check_devices(self) -> None:
         devices = self.topology.devices
@@ -228,6 +218,13 @@ class _Folding:
         hosts = np.array([device.host for device in devices])[self.images]
         if any(_pattern(own) != _pattern(hosts[0]) for own in hosts):
             raise UnfoldableError(f"{len(self.images)} copies are spread over hosts in different ways")
+
+    def _common_groups(self, sums: Sums) -> list[tuple[int, ...]]:
+        """Distinct sets of devices, of both copies, that take part in a common sum."""
+        first = set(self.images[0].tolist())
+        own = {i for i, device in enumerate(self.copies.devices) if device in first}
+        groups = dict.fromkeys([cell[1] for _, cell in sums.regions] + [*sums.groups])
+        return [group for group in groups if own.intersection(group) and own.union(group) != own]
 
     def _route(self, source_copy: int, target_copy: int) -> tuple[int, ...]:
         return self.topology.route(int(self.images[source_copy, 0]), int(self.images[target_copy, 0]))
@@ -242,8 +239,9 @@ class _Folding:
         self._check_direct_links(pairs)
         ends = self.images[:, np.array(pairs, np.int64).reshape(-1, 2)]
         routes = self.topology.routes(ends[..., 0].ravel(), ends[..., 1].ravel())
-        behind = np.argsort(routes < 0, axis=1, kind="stable")  # all links first
-        routes = np.take_along_axis(routes, behind, axis=1).reshape(len(self.images), -1)
+        if (np.diff(routes < 0, axis=1) & (routes[:, 1:] >= 0)).any():
+            routes = np.take_along_axis(routes, np.argsort(routes < 0, axis=1, kind="stable"), axis=1)  # all links first
+        routes = routes.reshape(len(self.images), -1)
         if ((routes >= 0) != (routes[0] >= 0)).any():
             raise UnfoldableError(f"{len(self.images)} copies have different routes")
         links = routes[:, routes[0] >= 0]
@@ -303,13 +301,14 @@ class _Folding:
 
     def _signatures(self, sums: Iterable[Sequence[AllReduceOption]]) -> Ints:
         """Link -> a number, equal for links that the same options of common sums hold; 0 if none holds the link."""
+        holders: dict[int, list[int]] = {}
+        for number, option in enumerate(chain.from_iterable(sums)):
+            for link in option.links:
+                holders.setdefault(link, []).append(number)
+        numbers: dict[tuple[int, ...], int] = {}
         signatures = np.zeros(len(self.topology.links), np.int64)
-        for options in sums:
-            for option in options:
-                held = np.zeros(len(signatures), np.int64)
-                held[list(option.links)] = 1
-                pairs = np.append(0, 2 * signatures + held)  # the appended 0 keeps 0 as the number of links that nothing holds
-                signatures = np.unique(pairs, return_inverse=True)[1].ravel()[1:]
+        for link, own in holders.items():
+            signatures[link] = numbers.setdefault(tuple(own), 1 + len(numbers))
         return signatures
 
     def _stand_ins(self, local: Ints, signatures: Ints, near: set[int]) -> tuple[set[int], Ints]:
@@ -325,13 +324,6 @@ class _Folding:
         alike[local[:LEFT]] = number[local[:LEFT]]
         alike[outside] = number[chosen][inverse.ravel()]
         return kept, alike
-
-
-def _common_groups(plan: Plan, first: Ints, devices: Sequence[int]) -> list[tuple[int, ...]]:
-    """Distinct sets of devices, of both copies, that take part in a common sum."""
-    own = {i for i, device in enumerate(devices) if device in set(first.tolist())}
-    groups = dict.fromkeys([sync.readers for sync in plan.syncs] + [reduction.devices for reduction in plan.reductions])
-    return [group for group in groups if own.intersection(group) and own.union(group) != own]
 
 
 def _on_small(option: AllReduceOption, alike: Ints) -> AllReduceOption:

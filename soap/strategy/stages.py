@@ -105,8 +105,13 @@ def _require_forward(graph: OperatorGraph, chunks: Sequence[int]) -> None:
 def _require_devices(graph: OperatorGraph, stages: Sequence[int], operators: Mapping[str, OpConfig]) -> None:
     """Each device is of one stage. Operators with changed buffers, which may run in one way only, do not count."""
     first: dict[int, int] = {}
+    seen: set[tuple[int, int]] = set()  # operators of a stage mostly share one tuple of devices
     for position, op in enumerate(graph.operators):
-        for device in operators[op.name].devices if op.kind not in SETTLED else ():
+        devices = operators[op.name].devices
+        if op.kind in SETTLED or (id(devices), stages[position]) in seen:
+            continue
+        seen.add((id(devices), stages[position]))
+        for device in devices:
             other = first.setdefault(device, position)
             if stages[other] != stages[position]:
                 raise StrategyError(

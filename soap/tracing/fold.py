@@ -120,11 +120,13 @@ def _results(call: Call, program: Program) -> list[torch.Tensor]:
     """The outputs of a call by its constants. Pointwise calls compute copies once."""
     shapes = [program.values[name].shape for name in call.outputs]
     if call.kind == "full":
-        call = with_argument(call, "size", [1] * len(shapes[0]))
+        call = with_argument(call, "size", [min(2, size) for size in shapes[0]])  # torch fills one element with infinity, where two end it
     elif not is_pointwise(call):
         found = results_of(call, program.constants)
         return found if call.kind in _VIEWS else [t.clone(memory_format=torch.contiguous_format) for t in found]
     found = results_of(call, {name: once(program.constants[name]) for name in call.operands})
+    if call.kind == "full":
+        found = [t[(slice(0, 1),) * t.dim()] for t in found]
     return [t.clone().expand(shape) for t, shape in zip(found, shapes, strict=True)]
 
 
@@ -133,7 +135,7 @@ def _without_values(call: Call, program: Program) -> list[torch.Tensor]:
     values = [program.values[name] for name in call.outputs]
     if call.kind in _VIEWS:
         return results_of(call, {name: empty_like(program.constants[name]) for name in call.operands})
-    shape: Sequence[int] | None = [1] * len(values[0].shape) if call.kind == "full" else None
+    shape: Sequence[int] | None = [min(1, size) for size in values[0].shape] if call.kind == "full" else None
     if is_pointwise(call):
         shape = broadcast_shape([once(program.constants[name]).shape for name in call.operands])
     return [torch.empty(value.shape if shape is None else shape, dtype=value.dtype, device="meta").expand(value.shape) for value in values]

@@ -1,11 +1,20 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from soap.cluster.topology import Topology
 from soap.errors import StrategyError
+from soap.model.graph import Footprint
+from soap.search import starts
 from soap.search.starts import Start, narrowed, reference_strategies, starting_strategies, starts_of_chains
+from soap.simulator.memory.certain import certainly_lacks
 from soap.strategy.classical import CLASSICAL, data_parallel
 from soap.strategy.config import OpConfig, Strategy
+from soap.strategy.named import saving_starts
+from soap.strategy.recomputation import recomputed
+from soap.strategy.sync import sync_choices
 from tests.graph_builder import mlp, transformer
 from tests.search.toys import layers
 from tests.strategies import cluster
@@ -42,8 +51,8 @@ def test_chains_start_from_different_strategies_that_fit_and_where_memory_binds_
     strategies = [Strategy({"layer.0": OpConfig((1,), (i,))}) for i in range(4)]
 
     def chosen(count: int, *figures: tuple[str, int, int, int]) -> list[str]:
-        starts = [Start(name, strategies[i], cost_ns, overflow) for name, i, cost_ns, overflow in figures]
-        return [start.name for start in starts_of_chains(starts, count)]
+        own = [Start(name, strategies[i], cost_ns, overflow) for name, i, cost_ns, overflow in figures]
+        return [start.name for start in starts_of_chains(own, count)]
 
     a, c, d = ("a", 0, 30, 0), ("c", 2, 20, 0), ("d", 2, 20, 0)
     assert chosen(3, a, ("slow", 1, 40, 5), c, d) == ["c", "a"]
@@ -52,6 +61,37 @@ def test_chains_start_from_different_strategies_that_fit_and_where_memory_binds_
     assert chosen(1, a, ("fast", 1, 10, 9), ("near", 3, 25, 5)) == ["near"]
     assert chosen(3, ("a", 0, 3, 9), ("b", 1, 10, 5)) == ["b"]
     assert chosen(3) == []
+    hopeless = [Start("a", strategies[0], 30, 0), Start("fast", strategies[1], 10, 9)]
+    assert [start.name for start in starts_of_chains(hopeless, 1, available_bytes=8)] == ["a"]
+    assert starts_of_chains(hopeless[1:], 1, available_bytes=8) == hopeless[1:]
+
+
+def test_where_data_parallelism_lacks_memory_what_saves_most_comes_first_and_what_cannot_fit_is_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    graph, topology = transformer(layers=3), cluster([2, 2])
+    assert list(saving_starts(topology)) == ["fsdp+recompute", "hsdp+recompute", "megatron+zero1", "megatron+fsdp", "megatron+hsdp"]
+    monkeypatch.setattr(starts, "certainly_lacks", lambda graph, topology, own: not any(one.recompute for one in own.operators.values()))
+    syncs = sync_choices(graph, topology, saving=True)
+    found = starting_strategies(graph, topology, None, None, 0, syncs, list(saving_starts(topology)))
+    assert list(found) == ["data_parallel", "fsdp+recompute", "hsdp+recompute", "zero1", "fsdp", "hsdp"]  # of the last others are made
+    asked = starting_strategies(graph, topology, ["megatron"], None, 0, syncs, ())
+    assert list(asked) == ["data_parallel", "megatron"]
+
+
+def test_values_that_are_certainly_kept_at_once_are_counted_once_however_operators_are_cut() -> None:
+    usual = mlp(64, (16, 32, 16))
+    graph = replace(usual, footprints={op.name: (Footprint(0, 0, 0, frozenset({0})),) for op in usual.operators})
+    topology, strategy = cluster([2]), data_parallel(usual, cluster([2]))
+    kept = sum(graph.tensors[name].bytes for name in {op.inputs[0].tensor for op in graph.operators} if name in graph.producers)
+
+    def limited(memory_bytes: int) -> Topology:
+        return replace(topology, limits=(memory_bytes // 2, memory_bytes - memory_bytes // 2))
+
+    assert certainly_lacks(graph, limited(kept - 1), strategy) and not certainly_lacks(graph, limited(kept), strategy)
+    assert not certainly_lacks(graph, limited(kept - 1), recomputed(graph, strategy, [graph.operators[1].name]))
+    assert not certainly_lacks(graph, limited(2), replace(strategy, microbatches=2))
+    assert not certainly_lacks(usual, limited(2), strategy)  # nobody knows what its operators keep
 
 
 def test_narrowed_data_parallelism_uses_the_first_devices() -> None:

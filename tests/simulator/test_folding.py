@@ -127,7 +127,7 @@ def test_strategies_that_divide_operators_alike_share_a_builder_and_get_the_same
         own, shared = fold(graph, topology, strategy, nearly=True), fold(graph, topology, strategy, nearly=True, builders=builders)
         assert isinstance(own, Folding) and isinstance(shared, Folding)
         assert shared.plan == own.plan and shared.plan.strategy == own.plan.strategy and shared.topology == own.topology
-    assert len({id(builders.builder(find_copies(graph, named(name, graph, topology), 16), own.planned_on)) for name in names}) == 1
+    assert len({id(builders.builder(find_copies(graph, named(name, graph, topology), 16), own.builder.topology)) for name in names}) == 1
 
 
 def test_a_link_that_stands_for_those_between_hosts_is_one() -> None:

@@ -149,8 +149,8 @@ def test_nothing_but_servers_and_no_room_says_which_host() -> None:
         def overflow_bytes(self, strategy: Strategy) -> int:
             return super().overflow_bytes(on_servers(graph, topology))
 
-        def run(self, strategy: Strategy):  # type: ignore[no-untyped-def]
-            return super().run(on_servers(graph, topology))
+        def outcome(self, strategy: Strategy):  # type: ignore[no-untyped-def]
+            return super().outcome(on_servers(graph, topology))
 
         def least_overflow_bytes(self, strategy: Strategy) -> int:
             return 0

@@ -168,7 +168,7 @@ def test_masks_of_a_hundred_thousand_words_take_little() -> None:
     def run(self: Any, x: Tensor) -> Tensor:
         query, key = torch.arange(size)[None, None, :, None] + 0, torch.arange(size)[None, None, None, :] + 0
         seen = (key <= query) & (key > query - 4096)
-        return F.scaled_dot_product_attention(x, x, x, attn_mask=seen.expand(x.shape[0], -1, size, size)).sum()
+        return F.scaled_dot_product_attention(x * self.w, x, x, attn_mask=seen.expand(x.shape[0], -1, size, size)).sum()
 
     with torch.device("meta"):
         exported = export(Lambda(run, w=nn.Parameter(torch.ones(1))), torch.empty(4, 1, size, 2))

@@ -15,7 +15,7 @@ from soap.plan.plan import ReadRegion, Shard, ShardSync
 from soap.plan.syncs.represented import Represented
 from soap.plan.syncs.seam import Places, SyncMethod, method_of
 from soap.plan.tiling import Tile
-from soap.strategy.config import Strategy
+from soap.strategy.config import Strategy, SyncConfig
 from soap.strategy.sync import ALL_REDUCE
 from soap.strategy.sync_contracts import METHODS
 from soap.strategy.wrapped import USUAL, Wrapped
@@ -47,17 +47,14 @@ class Keeping:
         syncs: dict[str, list[ShardSync]] = {}
         for parameter, cells in regions:
             sync, first, trainable = strategy.sync(parameter), len(shards), self._graph.tensors[parameter].requires_grad
-            wanted, usual = method_of(sync.contract), replace(ALL_REDUCE, offload=sync.offload)
             for index, (box, readers, uses) in enumerate(cells):
                 places = tuple((first_tile[operator] + tile, place) for operator, tile, place in uses)
-                of_hosts = self._leaders(readers) if sync.within == "host" else readers
-                used = sync if wanted.serves_region(readers, dict.fromkeys(of_hosts), sync) else usual
-                active = trainable and any(operator in self._graph.backward_operators for operator, _, _ in uses)
-                if not active and (trainable or not used.contract.gathers_values):
+                used = self.used(parameter, (box, readers, uses), sync)
+                if used is None:
                     shards.append(Shard(parameter, len(shards) - first, box, readers, places, trainable))
                     continue
-                method = wanted if used is sync else method_of(used.contract)
-                leaders = method.leaders(readers, of_hosts) if used is sync else readers
+                method = method_of(used.contract)
+                leaders = method.leaders(readers, self._of_hosts(readers, sync)) if used is sync else readers
                 owned = method.owners(parameter, index, box, readers, leaders, used, self._places)
                 numbers = tuple(range(len(shards), len(shards) + len(owned)))
                 for part, owners in owned:
@@ -70,6 +67,18 @@ class Keeping:
         of_graph = self._graph, tiles, shards
         groups = [method.groups(*of_graph, syncs[method.contract.name], self._wrapped) for method in self._in_order(syncs)]
         return tuple(shards), tuple(chain.from_iterable(groups))
+
+    def used(self, parameter: str, cell: Cell, sync: SyncConfig) -> SyncConfig | None:
+        """How a region of a parameter is synchronized if ``sync`` is asked for; None if it is not synchronized."""
+        _, readers, uses = cell
+        trainable, of_hosts = self._graph.tensors[parameter].requires_grad, self._of_hosts(readers, sync)
+        serves = method_of(sync.contract).serves_region(readers, dict.fromkeys(of_hosts), sync)
+        used = sync if serves else replace(ALL_REDUCE, offload=sync.offload)
+        active = trainable and any(operator in self._graph.backward_operators for operator, _, _ in uses)
+        return None if not active and (trainable or not used.contract.gathers_values) else used
+
+    def _of_hosts(self, readers: Sequence[int], sync: SyncConfig) -> Sequence[int]:
+        return self._leaders(readers) if sync.within == "host" else readers
 
     @staticmethod
     def _in_order(syncs: Iterable[str]) -> list[SyncMethod]:

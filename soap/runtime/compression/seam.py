@@ -26,7 +26,6 @@ import torch
 
 from soap.errors import RuntimeFailure
 from soap.plan.compression.seam import Layout, layout_of
-from soap.runtime.compression.selection import not_finite
 from soap.strategy.compression import Compression
 
 
@@ -186,3 +185,8 @@ def compressor_of(
     kind = import_module(f"soap.runtime.compression.{compression.module}").COMPRESSOR
     made: Compressor[Compression, Layout] = kind(compression, layout, dtype, rank)
     return made
+
+
+def not_finite(value: float) -> str:
+    """The line about a gradient that cannot be compressed."""
+    return f"a gradient to be compressed has an element that is {value}; expected finite numbers: lower the learning rate, or clip"

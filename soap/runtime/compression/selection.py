@@ -25,6 +25,7 @@ from numba.extending import overload
 
 from soap.errors import RuntimeFailure
 from soap.plan.compression.seam import PROBES
+from soap.runtime.compression.seam import not_finite
 from soap.runtime.sync.row_update import parallel
 
 BLOCK = 128
@@ -263,11 +264,6 @@ def reused(tensor: Surveyed, threshold: float, least: int, most: int) -> Positio
     """Positions of keys above the threshold of an earlier step; None if it has become a bad one: not ``least`` to ``most`` exceed it."""
     found = tensor.above(tensor.values.dtype.type(threshold))
     return found if least <= len(found) <= most else None
-
-
-def not_finite(value: float) -> str:
-    """The line about a gradient that cannot be compressed."""
-    return f"a gradient to be compressed has an element that is {value}; expected finite numbers: lower the learning rate, or clip"
 
 
 def _largest(tensor: Surveyed, positions: Positions, count: int) -> Positions:

@@ -197,8 +197,7 @@ def _way(topology: Topology, hops: Sequence[tuple[int, int]], *, across: bool) -
     """What NCCL takes hops inside a host for, or between hosts. Of the latter it counts no links that are named as those inside."""
     if across and not topology.has_measured_links:
         network = interconnects()["network"]
-        inside = {link.index for link in topology.links if link.kind not in (None, network)}
-        routes = ([link for link in topology.route(*hop) if link not in inside] for hop in hops)
+        routes = ([link for link in topology.route(*hop) if topology.links[link].kind in (None, network)] for hop in hops)
         return _Way((network,), max(latency_seconds(topology, route) for route in routes))
     used = loads(topology, hops, topology.direct_links)
     if across:
