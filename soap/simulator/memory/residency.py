@@ -46,11 +46,8 @@ ALLOWANCE = 0.045
 what it has summed when its thread gets to it. Measured: ``docs/benchmarks.md``."""
 
 
-def memory_over_time(
-    tasks: TaskGraph, schedule: Schedule, optimizer_states: int = 2, *, by_kind: bool = False
-) -> tuple[MemoryCurve, ...]:
-    """The curve of each device. ``optimizer_states``: tensors of a parameter's size that the optimizer keeps for it. ``by_kind``: with what
-    is held of each kind at every time."""
+def memory_over_time(tasks: TaskGraph, schedule: Schedule, optimizer_states: int = 2) -> tuple[MemoryCurve, ...]:
+    """The curve of each device. ``optimizer_states``: tensors of a parameter's size that the optimizer keeps for it."""
     run = as_run(tasks, schedule)
     spans = TaskSpans(tasks, run)
     ledger = Ledger(tasks.plan, run.schedule.makespan_ns)
@@ -64,7 +61,7 @@ def memory_over_time(
     Leaving(spans, ledger, held.gone).sent()
     held.updated(optimizer_states)
     GradientResidency(spans, ledger, held.behind).gradients()
-    return ledger.curves(by_kind=by_kind)
+    return ledger.curves()
 
 
 def expected_peaks(curves: Iterable[MemoryCurve], bounds: Iterable[MemoryUse]) -> tuple[int, ...]:
