@@ -28,7 +28,7 @@ from soap.emulation.hosts import host_limits
 from soap.emulation.names import host_address
 from soap.emulation.network import HEADER_BYTES
 from soap.errors import SoapError
-from soap.measure.alpha_beta import fit
+from soap.measure.link_probes import fit
 from soap.measure.this_machine import cpu_cores
 
 WARM_UP = 2

@@ -2,10 +2,8 @@
 
     make wheel && python -m benchmarks.first_minutes dist/*.whl -o docs/first_minutes.md
 
-Commands run one after the other in an empty folder with an empty home, so nothing is compiled or measured before: first with the wheel that
-brings machine code along, then, in another folder with a home of its own, the first search with the wheel for all platforms. The page has
-what they print and how long they take; how much of the machine other programs used meanwhile stands beside. Expected: each command ends
-with 0.
+Commands run one after the other in an empty folder with an empty home, so nothing is compiled or measured before. The page has what they
+print and how long they take; how much of the machine other programs used meanwhile stands beside. Expected: each command ends with 0.
 """
 
 from __future__ import annotations
@@ -35,8 +33,6 @@ LIMIT_S = 1800
 SAMPLED_S = 0.1
 """How often it is looked up how much processor time a command's processes have used. What the parent of a process that has ended did not
 ask for is known only while that parent lives."""
-PURE = "py3-none-any"
-"""Of the name of the wheel for all platforms."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +44,10 @@ class Step:
 
 
 QUICK = "--cluster p100-4x4 --profile 0 --verify 0"
-NEW = Step("A new environment.", "python3 -m venv .venv")
 STEPS = (
-    NEW,
+    Step("A new environment.", "python3 -m venv .venv"),
     Step(
-        "The package for this platform, with what draws reports, in the versions that its tests run with.",
+        "The package, with what draws reports, in the versions that its tests run with.",
         "pip install -q -c constraints.txt './{wheel}[report]'",
     ),
     Step("The first search, for 16 GPUs that are not here.", f"soap-search zoo:gpt:tiny {QUICK}"),
@@ -63,11 +58,6 @@ STEPS = (
         "soap-search zoo:rnnlm:tiny -o here.json",
     ),
     Step("Train with what was found, and compare with one process.", "soap-run here.json --model zoo:rnnlm:tiny --steps 20 --check"),
-)
-PURE_STEPS = (
-    NEW,
-    Step("The package for all platforms, which has no machine code.", "pip install -q -c constraints.txt ./{wheel}"),
-    Step("The first search compiles the simulator for this machine, once.", f"soap-search zoo:gpt:tiny {QUICK} --json > found.json"),
 )
 
 
@@ -119,8 +109,8 @@ def shown(outcome: Outcome, wheel: Path) -> list[str]:
     return [outcome.step.about, "", "```text", f"$ {command}", *lines, "```", "", f"({took[0]}; {took[1]} of a core)", ""]
 
 
-def page(outcomes: Sequence[Outcome], pure: Sequence[Outcome], wheels: tuple[Path, Path], others: float | None) -> str:
-    """The page. ``pure``: what was done with the wheel for all platforms, the second of ``wheels``."""
+def page(outcomes: Sequence[Outcome], wheel: Path, others: float | None) -> str:
+    """The page."""
     memory = re.search(r"MemTotal:\s+(\d+)", Path("/proc/meminfo").read_text(encoding="ascii"))
     machine = f"{os.cpu_count()} cores, {int(memory[1]) / 2**20:.0f} GiB" if memory else f"{os.cpu_count()} cores"
     crowd = "" if others is None else f" Other programs used {others:.0%} of the cores meanwhile."
@@ -133,47 +123,30 @@ def page(outcomes: Sequence[Outcome], pure: Sequence[Outcome], wheels: tuple[Pat
     ]
     total = sum(own.seconds for own in outcomes)
     tail = [f"All of it took {total / 60:.0f} minutes. Where to go on: the table at the end of the [README](../README.md).", ""]
-    title = ["## From the wheel for all platforms", ""] if pure else []
-    further = [line for own in pure for line in shown(own, wheels[1])]
-    return "\n".join([*head, *(line for own in outcomes for line in shown(own, wheels[0])), *title, *further, *tail])
-
-
-def wheels_of(paths: Sequence[Path]) -> tuple[Path, Path]:
-    """(the wheel with machine code, that for all platforms). SoapError if they are not these two."""
-    pure = [path for path in paths if PURE in path.name]
-    rest = [path for path in paths if path not in pure]
-    if len(pure) != 1 or len(rest) != 1:
-        raise SoapError(f"wheels {', '.join(path.name for path in paths)}: expected two, one of this platform and one for all: make wheel")
-    return rest[0], pure[0]
+    return "\n".join([*head, *(line for own in outcomes for line in shown(own, wheel)), *tail])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.first_minutes", description=__doc__)
-    parser.add_argument("wheels", metavar="WHEEL", type=Path, nargs="+", help="of this package: that of this platform, and that for all")
+    parser.add_argument("wheel", metavar="WHEEL", type=Path, help="of this package")
     parser.add_argument("-o", "--output", metavar="FILE", help="where the page goes (default: standard output)")
     args = parser.parse_args(argv)
-    try:
-        wheels = wheels_of(args.wheels)
-    except SoapError as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
-        return 1
-    outcomes: tuple[list[Outcome], list[Outcome]] = [], []
+    outcomes: list[Outcome] = []
     watch = Watch()
-    for own, wheel, steps in zip(outcomes, wheels, (STEPS, PURE_STEPS), strict=True):
-        with tempfile.TemporaryDirectory() as parent:
-            folder, home = Path(parent) / "work", Path(parent) / "home"
-            folder.mkdir()
-            home.mkdir()
-            for path in (wheel, ROOT / "constraints.txt"):
-                shutil.copy(path, folder)
-            for step in steps:
-                own.append(run(step, Path(wheel.name), folder, home))
-                print(f"{own[-1].seconds:8.1f} s  {step.command}", file=sys.stderr, flush=True)
-                if args.output:
-                    give(page(*outcomes, wheels, watch.others_share()), args.output)  # so that it is there up to what fails
+    with tempfile.TemporaryDirectory() as parent:
+        folder, home = Path(parent) / "work", Path(parent) / "home"
+        folder.mkdir()
+        home.mkdir()
+        for path in (args.wheel, ROOT / "constraints.txt"):
+            shutil.copy(path, folder)
+        for step in STEPS:
+            outcomes.append(run(step, Path(args.wheel.name), folder, home))
+            print(f"{outcomes[-1].seconds:8.1f} s  {step.command}", file=sys.stderr, flush=True)
+            if args.output:
+                give(page(outcomes, args.wheel, watch.others_share()), args.output)  # so that it is there up to what fails
     if not args.output:
-        give(page(*outcomes, wheels, watch.others_share()), None)
+        give(page(outcomes, args.wheel, watch.others_share()), None)
     return 0
 
 

@@ -36,8 +36,8 @@ from soap.files import check_writable
 from soap.model.graph import OperatorGraph
 from soap.simulator.analysis.timeline import link_bytes
 from soap.simulator.simulate import Simulation, Simulator
-from soap.strategy.config import Strategy
-from soap.strategy.ralp import RALP, crossing, front_parameters
+from soap.strategy.config import Strategy, settled_config
+from soap.strategy.ralp import RALP, front_parameters
 
 MODELS = ("alexnet", "vgg16", "vgg19", "inception_v3", "resnet50")
 WORKERS, BATCH = 30, 64
@@ -95,6 +95,14 @@ Steps of `{model}` (32 samples, Adam) on two workers and a server, which this ma
 *Others used*: the share of this machine's cores that other programs had meanwhile, at most; above a tenth a line says little.
 """
 EMULATED_HEAD = ("rate", "plan", "predicted, ms", "measured, ms", "error", "ralp is so many times as fast", "predicted", "others used")
+
+
+def crossing(graph: OperatorGraph, cut: int) -> tuple[str, ...]:
+    """The activations that are made before the cut and read behind it, each once, also those that a residual connection carries past other
+    operators. Without what only changed buffers are made of, which have places of their own."""
+    made = {out.tensor for op in graph.operators[:cut] for out in op.outputs}
+    read = {operand.tensor for op in graph.operators[cut:] if settled_config(op, 1) is None for operand in op.inputs}
+    return tuple(sorted(made & read))
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
+from soap.model.batch import MicroBatches
 from soap.model.graph import FactorKind, OperatorGraph
-from soap.model.micro_batches import MicroBatches
 from soap.schedules.named import parse
 from soap.strategy.classical import random_config
 from soap.strategy.config import OpConfig, Strategy, settled

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from soap.cluster.overheads import NO_LATENCY_FACTOR, ColdPenalty, CollectiveLatencyFactor, CpuOverhead, Port, Share
 from soap.cluster.topology import Device, DeviceType, Host, Link, Topology
 from soap.errors import StrategyError
-from soap.model.batch import samples_of
+from soap.model.batch import MicroBatches, samples_of
 from soap.model.graph import DimMap, Factor, Operator, OperatorGraph, TensorKind
-from soap.model.micro_batches import MicroBatches
 from soap.model.regions import Box
 from soap.schedules.named import parse
 from soap.strategy.compression import Int8, PowerSgd, Rgc, RgcAsq

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks import first_minutes
-from benchmarks.first_minutes import MOST_LINES, PURE_STEPS, STEPS, Outcome, Step, page, run, shown, wheels_of
+from benchmarks.first_minutes import MOST_LINES, STEPS, Outcome, Step, page, run, shown
 from soap.errors import SoapError
 
-WHEEL, PURE = Path("soap_search-0.2.0-cp311-cp311-linux_x86_64.whl"), Path("soap_search-0.2.0-py3-none-any.whl")
+WHEEL = Path("soap_search-0.2.0-py3-none-any.whl")
 
 
 def test_a_command_is_run_in_its_folder_with_an_empty_home(tmp_path: Path) -> None:
@@ -37,18 +37,10 @@ def test_long_outputs_keep_their_beginning_and_their_end() -> None:
 
 def test_the_page_has_every_command() -> None:
     outcomes = [Outcome(step, ("done",), 1.0, 1.0) for step in STEPS]
-    pure = [Outcome(step, ("done",), 1.0, 1.0) for step in PURE_STEPS]
-    text = page(outcomes, pure, (WHEEL, PURE), 0.5)
-    commands = [step.command.format(wheel=wheel.name) for steps, wheel in ((STEPS, WHEEL), (PURE_STEPS, PURE)) for step in steps]
+    text = page(outcomes, WHEEL, 0.5)
+    commands = [step.command.format(wheel=WHEEL.name) for step in STEPS]
     assert [line[2:] for line in text.splitlines() if line.startswith("$ ")] == commands
     assert "Other programs used 50% of the cores" in text
     for command in ("pip install", "soap-search", "soap-report", "soap-run"):
         assert any(command in step.command for step in STEPS), command
     assert max(map(len, text.splitlines())) <= first_minutes.WIDEST + 4
-
-
-def test_it_takes_a_wheel_of_a_platform_and_one_for_all() -> None:
-    assert wheels_of([PURE, WHEEL]) == (WHEEL, PURE)
-    for wrong in ([PURE], [WHEEL], [PURE, WHEEL, WHEEL], [PURE, PURE]):
-        with pytest.raises(SoapError, match="expected two, one of this platform and one for all: make wheel"):
-            wheels_of(wrong)

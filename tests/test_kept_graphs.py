@@ -1,4 +1,4 @@
-"""Graphs of the zoo's models that are kept: the same graph again, without torch; anything that does not fit is read anew."""
+"""Graphs that are kept: the same graph again, without torch; anything that does not fit is read anew."""
 
 from __future__ import annotations
 
@@ -12,13 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 import soap
 from soap import api
 from soap.api import kept_graphs, models
-from soap.errors import ModelError
+from soap.cli import rows, simulate
+from soap.errors import ModelError, SoapWarning
 from soap.model.graph import OperatorGraph
 from soap.model.graph_json import graph_from, graph_values
+from soap.tracing.footprints import _Trials
 
 SPEC = "zoo:rnnlm:tiny"
 CASES: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -112,6 +116,7 @@ def damages(text: str) -> Iterator[str]:
     yield json.dumps([record])
     yield text.replace('"float32"', '"float33"', 1)
     yield json.dumps({**record, "graph": record["graph"][:-1]})
+    yield json.dumps({**record, "told": ["nothing"]})
     yield json.dumps({**record, "key": {}})
 
 
@@ -135,14 +140,142 @@ def test_values_of_something_else_are_refused() -> None:
         graph_from([*values[:3], "none", *values[4:]])
 
 
-@pytest.mark.parametrize("reading", [{"imports": ["math"]}, {"matmul_precision": "highest"}])
-def test_what_depends_on_more_is_not_kept(reading: dict[str, Any], read: list[str], cache: Path) -> None:
+def test_what_depends_on_more_is_not_kept(read: list[str], cache: Path) -> None:
     for _ in range(2):
-        api.planned_graph(SPEC, **reading)
+        api.planned_graph(SPEC, imports=["math"])
     assert len(read) == 2 and not cache.exists()
 
 
-def test_files_are_not_kept(read: list[str], cache: Path) -> None:
+def test_the_precision_of_products_is_set_whether_a_graph_is_read_or_found(read: list[str], cache: Path) -> None:
+    before = torch.get_float32_matmul_precision()
+    found = []
+    try:
+        for precision in ("high", "highest", "high", None):
+            torch.set_float32_matmul_precision("highest")
+            found.append(api.planned_graph(SPEC, matmul_precision=precision))
+            assert torch.get_float32_matmul_precision() == (precision or "highest")
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert len(read) == 3 and plain(found[0]) == plain(found[2]) != plain(found[1]) == plain(found[3])
+
+
+class Tables(nn.Module):
+    """A table that is looked up by a buffer and by inputs, and a call without a rule."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.table = nn.Parameter(torch.randn(20, 4, generator=generator))
+        self.register_buffer("places", torch.arange(4) % 3)
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        own = (nn.functional.embedding(ids, self.table) + nn.functional.embedding(self.places, self.table) + x).square()
+        return (torch.linalg.matrix_exp(own.transpose(0, 1) @ own) * 1e-3).mean()
+
+
+def exported(path: Path, seed: int = 0, places: Tensor | None = None, ids: Tensor | None = None) -> Path:
+    model = Tables(seed)
+    if places is not None:
+        model.places = places
+    soap.export(model, (torch.zeros(4, 4), torch.arange(4) if ids is None else ids), path=path, verify=False)
+    return path
+
+
+@pytest.mark.filterwarnings("default::soap.errors.SoapWarning")
+def test_a_file_is_read_once_and_warns_each_time(read: list[str], cache: Path, tmp_path: Path) -> None:
+    graphs, told = [], []
+    for _ in range(2):
+        with pytest.warns(SoapWarning) as found:
+            graphs.append(api.planned_graph(exported(tmp_path / "m.pt2")))
+        told.append([str(one.message) for one in found if issubclass(one.category, SoapWarning)])
+    assert len(read) == 1 and plain(graphs[0]) == plain(graphs[1])
+    assert told[0] == told[1] and any("no rule for" in text for text in told[0])
+
+
+@pytest.mark.filterwarnings("ignore::soap.errors.SoapWarning")
+def test_a_file_is_what_it_holds_but_for_the_values_of_parameters(read: list[str], cache: Path, tmp_path: Path) -> None:
+    path = tmp_path / "m.pt2"
+    api.planned_graph(exported(path))
+    api.planned_graph(exported(path, seed=1))  # other values of the table
+    (tmp_path / "other").mkdir()
+    api.planned_graph(exported(tmp_path / "other/m.pt2"))
+    assert len(read) == 1
+    others = [
+        lambda: api.planned_graph(exported(path, places=torch.arange(4))),  # buffers may say which rows are looked up
+        lambda: api.planned_graph(exported(path, ids=torch.tensor([0, 0, 1, 1]))),
+        lambda: api.planned_graph(exported(tmp_path / "n.pt2")),  # the graph has its name
+        lambda: api.planned_graph(path, autocast="bfloat16"),
+        lambda: api.planned_graph(path, batch_dims={"x": -1}),
+        lambda: api.planned_graph(path, dtype="float64"),
+    ]
+    for count, other in enumerate(others, 2):
+        for _ in range(2):
+            other()
+            assert len(read) == count
+
+
+@pytest.mark.filterwarnings("ignore::soap.errors.SoapWarning")
+def test_a_file_that_changes_while_it_is_read_is_not_kept(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load, path = models.load, exported(tmp_path / "m.pt2")
+
+    def changing(spec: Any, **options: Any) -> Any:
+        model = load(spec, **options)
+        exported(path, ids=torch.tensor([0, 0, 1, 1]))
+        return model
+
+    monkeypatch.setattr(models, "load", changing)
+    api.planned_graph(path)
+    assert not cache.exists()
+
+
+def test_damaged_models_are_refused_as_ever(read: list[str], cache: Path, tmp_path: Path) -> None:
+    path = tmp_path / "m.pt2"
+    content = exported(path).read_bytes()
+    for damaged in (b"", b"no archive", content[: len(content) // 2], content[:-30], content.replace(b"config", b"confug")):
+        path.write_bytes(damaged)
+        with pytest.raises(ModelError, match=r"m\.pt2"):
+            api.planned_graph(path)
+    assert len(read) == 5 and not cache.exists()
+
+
+def test_nothing_is_kept_of_a_reading_that_is_interrupted(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While operators are tried, where errors mean that one cannot be."""
+
+    def interrupted(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_Trials, "_footprint", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            api.planned_graph(SPEC)
+    assert not cache.exists()
+    assert api.planned_graph(SPEC).footprints
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_terminal_is_told_what_is_read(terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    args = simulate.make_parser().parse_args([SPEC, "--fits"])
+    assert rows.load_graph(args, None).name == f"{SPEC}@8"
+    assert capsys.readouterr() == ("", f"reading {SPEC}\n" if terminal else "")
+
+
+def test_graphs_make_room(read: list[str], cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    specs = [f"{SPEC}@{8 * count}" for count in (1, 2, 3)]
+    monkeypatch.setattr(kept_graphs, "MOST_GRAPHS", 2)
+    for spec in (specs[0], specs[1], specs[0], specs[2]):  # the first one is used again before the third comes
+        api.planned_graph(spec)
+        for path in cache.iterdir():
+            os.utime(path, ns=(path.stat().st_atime_ns, path.stat().st_mtime_ns - 10**9))
+    assert len(read) == 3 and len(list(cache.iterdir())) == 2
+    api.planned_graph(specs[0])
+    assert len(read) == 3
+    monkeypatch.setattr(kept_graphs, "MOST_BYTES", 1)
+    api.planned_graph(specs[1])
+    assert len(read) == 4 and len(list(cache.iterdir())) == 1  # the newest, whatever its size
+
+
+def test_what_is_not_there_is_not_kept(read: list[str], cache: Path) -> None:
     with pytest.raises(ModelError, match="does not exist"):
         api.planned_graph("model.pt2")
     with pytest.raises(ModelError, match="zoo"):
@@ -159,6 +292,18 @@ def test_without_a_place_nothing_is_kept(read: list[str], monkeypatch: pytest.Mo
 
 
 NEEDLESS = ("torch", "pandas", "networkx", "matplotlib", "polars", "bokeh", "transformers", "ray", "sympy")
+
+
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_that_is_read_only(read: list[str], cache: Path) -> None:
+    api.planned_graph(SPEC)
+    cache.chmod(0o500)
+    try:
+        api.planned_graph(SPEC)
+        api.planned_graph(f"{SPEC}@16")
+    finally:
+        cache.chmod(0o700)
+    assert len(read) == 2 and len(list(cache.iterdir())) == 1
 
 
 @pytest.mark.slow

@@ -15,9 +15,9 @@ ROOT = Path(__file__).parent.parent
 CLASSES = {"OpConfig": OpConfig, "SyncConfig": SyncConfig, "Strategy": Strategy}
 MADE_ANEW = {
     "cli.wanted",  # read from a table
-    "elastic.simulation.work", "measure.neighbours", "measure.step_chains", "measure.upkeep_timing", "plan.tiling",
+    "elastic.simulation.work", "measure.neighbours", "measure.link_timing", "measure.upkeep_timing", "plan.tiling",
     "runtime.sync.look_ups",
-    "search.compiled.estimates", "search.dynamic", "search.space",
+    "search.compiled.space_arrays", "search.dynamic", "search.space",
     "strategy.classical", "strategy.config", "strategy.grids", "strategy.json_file", "strategy.served", "strategy.sync",
     "tracing.footprints",
 }  # fmt: skip

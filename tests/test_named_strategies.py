@@ -14,6 +14,7 @@ from soap.cluster.presets import preset
 from soap.errors import StrategyError
 from soap.strategy.classical import CLASSICAL, NAMED, data_parallel, hybrid, megatron, zero1
 from soap.strategy.named import ADDED, SAVING, check_name, named, saving_names, saving_starts, usual_names
+from soap.strategy.stages import devices_of_stages
 from soap.strategy.sync import SHARDED, SHARDED_IN_HOSTS, SHARDED_STATE, saving_memory, worded
 from soap.strategy.without_effect import MEANT, without_effect
 from tests.graph_builder import mlp, transformer
@@ -136,3 +137,18 @@ def test_what_people_would_use_depends_on_the_cluster_and_on_sparse_parameters()
     assert usual_names(dense, host) == (*CLASSICAL, "zero1", "fsdp")
     assert usual_names(dense, hosts) == (*CLASSICAL, "zero1", "fsdp", "hsdp", "pipeline")
     assert set(usual_names(sparse, host)) - set(usual_names(dense, host)) == {"hybrid", "parameter_server", "sparse_allgather"}
+
+
+def test_megatron_in_stages_is_a_pipeline_by_1f1b() -> None:
+    graph, topology = transformer(batch=8, layers=2), cluster([2] * 4)
+    strategy = named("megatron:2x2+microbatches:4", graph, topology)
+    strategy.validate(graph, topology.device_count)
+    assert (strategy.schedule, strategy.microbatches, set(strategy.stages.values())) == ("1f1b", 4, {1})
+    stages = devices_of_stages(graph, strategy)
+    assert stages == (frozenset({0, 1, 4, 5}), frozenset({2, 3, 6, 7}))
+
+
+@pytest.mark.parametrize("name", ["megatron:2x", "megatron:x2", "megatron:2x2x2", "megatron:2x0"])
+def test_wrong_numbers_of_stages_get_one_line(name: str) -> None:
+    with pytest.raises(StrategyError, match="megatron:NxP, in P stages of these"):
+        check_name(name)

@@ -23,7 +23,7 @@ from tests.strategies import cluster
 
 GRAPH, CLUSTER = mlp(), cluster([2, 2])
 OPERATOR, PARAMETER = GRAPH.operators[0].name, GRAPH.parameters[0].name
-MODULES: tuple[ModuleType, ...] = (diff, fields, json_file, plain_text, json_file, soap_diff)
+MODULES: tuple[ModuleType, ...] = (diff, fields, json_file, plain_text, soap_diff)
 
 
 @dataclass(frozen=True, slots=True)

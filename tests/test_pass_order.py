@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from soap.errors import StrategyError
+from soap.model.batch import MicroBatches
 from soap.model.graph import WHOLE, OperatorGraph
-from soap.model.micro_batches import MicroBatches
 from soap.plan.pass_order import PassAction, PassOrder
 from soap.plan.scheduling import Orders, scheduled
 from soap.schedules.named import SCHEDULES, parse

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from soap.cli.plain_text import split
 from soap.errors import StrategyError
-from soap.model.micro_batches import MicroBatches
+from soap.model.batch import MicroBatches
 from soap.model.regions import balanced, proportional
 from soap.plan.copies import UnfoldableError, find_copies
 from soap.plan.tiling import tiles_of

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from soap.measure.compute_rates import float32_precision
-from soap.tracing import narrow_products
+from soap.tracing import compiled
 
 CACHE_BYTES = 192 * 2**20
 """Operands of the calls together: several times the last cache of the largest GPU that is known here (60 MB)."""
@@ -154,7 +154,7 @@ def _product(kind: str, device: str, dtype: str, shape: tuple[int, int, int]) ->
     (m, n, k), own = shape, getattr(torch, "float32" if dtype == "tf32" else dtype)
     with float32_precision("high" if dtype == "tf32" else "highest"):
         left, right = _operands(device, own, (m, k), (k, n))
-        multiply = narrow_products.multiply if kind == PART else torch.mm
+        multiply = compiled.multiply if kind == PART else torch.mm
         forward = _time(device, [partial(multiply, a, b) for a, b in zip(left, right, strict=True)], graphed=True)
     moved = (m * k + k * n) * own.itemsize + m * n * multiply(left[0], right[0]).itemsize
     return Timed(kind, dtype, shape, 2.0 * m * n * k, moved, forward, graphed=True)

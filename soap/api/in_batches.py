@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from soap.api.models import load
-from soap.model.batch import samples_of
+from soap.api.models import planned_graph
+from soap.model.batch import MicroBatches, samples_of
 from soap.model.graph import OperatorGraph, TensorKind
-from soap.model.micro_batches import MicroBatches
-from soap.plan.flows import box_bytes
+from soap.plan.delivery import box_bytes
 from soap.plan.memory_kinds import MemoryKind
 from soap.plan.plan import Plan
 from soap.plan.syncs.bucketing import sums_of_one
@@ -51,7 +50,7 @@ def couples_samples(graph: OperatorGraph) -> bool:
 def smaller_zoo(graph: OperatorGraph) -> Smaller | None:
     """Makes a model of the zoo for fewer samples; None if it is no model of the zoo."""
     spec, found, _ = graph.name.partition("@")
-    return (lambda samples: load(f"{spec}@{samples}", plan_only=True).graph) if spec.startswith(ZOO) and found else None
+    return (lambda samples: planned_graph(f"{spec}@{samples}")) if spec.startswith(ZOO) and found else None
 
 
 def kept_between(plan: Plan, count: int) -> list[dict[str, int]]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from soap.api.kept_graphs import keep, kept_graph
+from soap.api.kept_graphs import KeptGraph
 from soap.cluster import yaml_file
 from soap.cluster.kinds import has_gpus
 from soap.cluster.presets import LOCAL, family
@@ -116,13 +117,34 @@ def load(
 
 
 def planned_graph(spec: str | Path, **reading: Any) -> OperatorGraph:
-    """The graph of ``load(spec, plan_only=True, **reading)``. That of a zoo model is kept, and found again without torch
-    (``kept_graphs``). Errors are those of ``load``."""
-    graph = kept_graph(str(spec), reading)
+    """The graph of ``load(spec, plan_only=True, **reading)``. It is kept, and found again without torch (``kept_graphs``). Errors and
+    warnings are those of ``load``."""
+    kept = KeptGraph(str(spec), reading)
+    graph = kept.find()
     if graph is None:
-        graph = load(spec, plan_only=True, **reading).graph
-        keep(str(spec), reading, graph)
+        with _retold() as told:
+            graph = load(spec, plan_only=True, **reading).graph
+        kept.keep(graph, told)
+    elif precision := reading.get("matmul_precision"):
+        import torch
+
+        torch.set_float32_matmul_precision(precision)
     return graph
+
+
+@contextmanager
+def _retold() -> Iterator[list[str]]:
+    """The texts of SOAP's own warnings of what is done here; all warnings are given when it is over."""
+    told: list[str] = []
+    found: list[warnings.WarningMessage] = []
+    try:
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always", SoapWarning)
+            yield told
+    finally:
+        told += [str(one.message) for one in found if issubclass(one.category, SoapWarning)]
+        for one in found:
+            warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
 
 
 def measure_rows(model: TracedModel | str | Path, batches: Iterable[Sequence[Any]]) -> OperatorGraph:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from soap.cli.plain_text import aligned, milliseconds
 from soap.errors import SoapWarning
 from soap.plan.compression.training import PLAIN
-from soap.plan.flows import box_bytes
+from soap.plan.delivery import box_bytes
 from soap.plan.plan import ShardSync
 from soap.plan.syncs.compressed import compressed_names, layouts_for
 from soap.simulator.folded import FoldedSimulation

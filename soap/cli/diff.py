@@ -68,7 +68,7 @@ def execute(args: argparse.Namespace) -> int:
 
 def _simulated(args: argparse.Namespace) -> list[dict[str, Any]]:
     topology = api.load_cluster(args.cluster)
-    graph = api.load(args.model, plan_only=True, **reading(args, topology)).graph
+    graph = api.planned_graph(args.model, **reading(args, topology))
     strategies = {path: api.load_strategy(path, graph, topology) for path in (args.first, args.second)}
     simulator = api.simulator_for(graph, topology, costs=args.costs, training=for_scaling(PLAIN, args.autocast))
     simulations = {path: simulator.predict(strategy) for path, strategy in strategies.items()}

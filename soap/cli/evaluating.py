@@ -52,7 +52,7 @@ def chosen(args: argparse.Namespace) -> Evaluated | None:
 
 def require_possible(job: Job, model: TracedModel) -> None:
     """SoapError in one line, before training, if what is to evaluate cannot. ``model``: the one that trains."""
-    from soap.runtime.evaluation import require_evaluable, require_same
+    from soap.runtime.trainer import require_evaluable, require_same
 
     if job.evaluated is None:
         return

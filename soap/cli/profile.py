@@ -173,7 +173,7 @@ def _check_same_devices(here: Topology, planned: Topology) -> None:
 def _what_decides(args: argparse.Namespace) -> int:
     """Say what to measure."""
     topology = api.load_cluster(args.cluster)
-    graph = api.load(args.model, plan_only=True, **reading(args, topology)).graph
+    graph = api.planned_graph(args.model, **reading(args, topology))
     plan = api.load_strategy(args.what_decides, graph, topology)
     graph = api.with_recorded_rows(graph, args.what_decides)
     found = what_decides.find(api.simulator_for(graph, topology), plan, api.classical(BASELINE, graph, topology))
@@ -225,7 +225,7 @@ def execute_import(args: argparse.Namespace) -> int:
 def _subject(args: argparse.Namespace) -> tuple[Topology, OperatorGraph, dict[str, Strategy]]:
     """The cluster that is planned for, the model, and the strategies to report about."""
     topology = api.load_cluster(getattr(args, "planned", None) or args.cluster)
-    graph = api.load(args.model, plan_only=True, **reading(args, topology)).graph
+    graph = api.planned_graph(args.model, **reading(args, topology))
     strategies = {name: api.classical(name, graph, topology) for name in (NAMED if graph.sparse else CLASSICAL)}
     if args.strategy:
         strategies[args.strategy] = api.load_strategy(args.strategy, graph, topology)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,6 +25,8 @@ MOST_ROWS = 16
 def load_graph(args: argparse.Namespace, topology: Topology | None) -> OperatorGraph:
     """The model's graph, with rows counted on ``--data`` and shares from ``--alpha``."""
     args.model = sized(args.model, args.alpha_from or folder_of(args.data))
+    if sys.stderr is not None and sys.stderr.isatty():
+        print(f"reading {args.model}", file=sys.stderr)
     if args.data is None and args.alpha_from is None:
         return sparse_shares.with_alphas(api.planned_graph(args.model, **reading(args, topology)), args.alpha)
     model = api.load(args.model, plan_only=True, **reading(args, topology))

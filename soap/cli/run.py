@@ -157,7 +157,7 @@ def prepare(args: argparse.Namespace, topology: Topology | None = None) -> tuple
     strategies = {STRATEGY: api.load_strategy(args.strategy, graph, topology), BASELINE: api.classical(BASELINE, graph, topology)}
     checkpoints = chosen(args)
     if args.dtype:  # the strategy was made for the model's own type; the model in the other type is what runs and is predicted
-        graph = api.load(args.model, plan_only=True, dtype=args.dtype, **read).graph
+        graph = api.planned_graph(args.model, dtype=args.dtype, **read)
     graph = api.with_recorded_rows(graph, args.strategy)
     updating = Updating.of(args)
     from soap.plan.syncs.compressed import compressed_names

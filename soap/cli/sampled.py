@@ -15,8 +15,7 @@ from soap.runtime.inputs import Given, PartBatch, taken
 
 if TYPE_CHECKING:
     from soap.data import Preprocessed
-    from soap.runtime.evaluation import Evaluation
-    from soap.runtime.trainer import Trainer
+    from soap.runtime.trainer import Evaluation, Trainer
 
 Batches = Callable[[int], Sequence[torch.Tensor]]
 Parts = Callable[[int, Mapping[str, Samples]], list[PartBatch]]

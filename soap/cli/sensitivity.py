@@ -11,9 +11,9 @@ from soap.cli.plain_text import aligned
 from soap.errors import StrategyError
 from soap.files import write_bytes_atomically
 from soap.profiles.lookup import ProfiledCosts
+from soap.search.plot import tornado
 from soap.search.sensitivity import DOUBLE, HALF, MOST, Sensitivity
 from soap.search.starts import BASELINE
-from soap.search.tornado import tornado
 from soap.simulator.simulate import Simulator
 from soap.strategy.config import Strategy
 

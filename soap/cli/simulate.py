@@ -11,7 +11,20 @@ from typing import Any
 
 from soap import api, outputs
 from soap.api.fitting import MOST_WAYS
-from soap.cli import beside, explanation, fits, iteration, layers_on_servers, plan_summary, rows, sensitivity, stale_plan, worker_plan
+from soap.api.large import large_prediction
+from soap.cli import (
+    beside,
+    explanation,
+    fits,
+    iteration,
+    large_plan,
+    layers_on_servers,
+    plan_summary,
+    rows,
+    sensitivity,
+    stale_plan,
+    worker_plan,
+)
 from soap.cli.asked_strategy import add_asked, read_file
 from soap.cli.command import Parser, UsageError, run_command
 from soap.cli.inputs import check_inputs
@@ -92,6 +105,11 @@ def execute(args: argparse.Namespace) -> int:
         return _report_workers(args, strategy, topology)
     if strategy.stale:
         return _report_stale(args, strategy, simulator)
+    large = large_prediction(simulator, strategy)
+    if large is not None:
+        told = large_plan.report(args, simulator, strategy, large, args.builtin or Path(args.strategy).name)
+        print(plan_summary.dump(told) if args.json else large_plan.text(told))
+        return 0
     simulation = simulator.predict(strategy)
     explained = _whole(simulation) if args.explain else None
     if args.timeline:

@@ -61,7 +61,7 @@ def search(args: argparse.Namespace, topology: Topology, path: Path) -> None:
     """Search a plan for what ``soap-run`` was told to train, on another cluster, and write it. Quick rather than thorough."""
     from soap.runtime.updates.trial import optimizer_states
 
-    graph = api.with_recorded_rows(api.load(args.model, plan_only=True, **reading(args, topology)).graph, args.strategy)
+    graph = api.with_recorded_rows(api.planned_graph(args.model, **reading(args, topology)), args.strategy)
     tried = Updating.of(args).tried(graph)
     options = SearchOptions(
         seconds=SEARCH_S,

@@ -21,9 +21,9 @@ from soap.cli.options import reading
 from soap.cli.plain_text import listed
 from soap.cli.preprocessed import folder_of, sized
 from soap.cli.rank_options import refuse_rank_options
-from soap.cli.stale_folders import check_folders
 from soap.cli.stale_plan import describe, head
 from soap.cli.updating import Updating
+from soap.cli.worker_run import check_folders
 from soap.cluster.topology import Topology
 from soap.errors import INTERRUPTED_EXIT_CODE, StrategyError
 from soap.strategy.consistency import SYNC, parse

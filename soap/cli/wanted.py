@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from soap.cluster.topology import Topology
+from soap.model.batch import MicroBatches
 from soap.model.graph import OperatorGraph
-from soap.model.micro_batches import MicroBatches
 from soap.plan.compression.seam import WORKS, Work, layout_of
 from soap.plan.row_counts import sparse_lookup_operators
 from soap.plan.tiling import Tile, tiles_of

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from soap.cli import emulation
@@ -12,7 +13,6 @@ from soap.cli.command import UsageError
 from soap.cli.figures import rate
 from soap.cli.plain_text import listed
 from soap.cli.rank_options import refuse_rank_options
-from soap.cli.stale_folders import check_folders
 from soap.cli.updating import Updating
 from soap.cluster.topology import Topology
 from soap.units import format_bytes
@@ -22,6 +22,18 @@ if TYPE_CHECKING:
     from soap.mixed.run.training import Outcome
     from soap.strategy.config import Strategy
     from soap.tracing.model import TracedModel
+
+
+def check_folders(args: argparse.Namespace) -> None:
+    """UsageError in one line if ``--save`` and ``--resume`` contradict each other, or something else is in the folder."""
+    if args.save is not None and args.resume is not None and Path(args.save).resolve() != Path(args.resume).resolve():
+        raise UsageError("--save beside --resume; expected --resume alone: a stale run goes on in its own folder")
+    if args.save_every is not None and args.save is None and args.resume is None:
+        raise UsageError("--save-every without --save; add --save DIR")
+    place = Path(args.save) if args.save is not None and args.resume is None else None
+    if place is not None and place.exists() and (not place.is_dir() or any(place.iterdir())):
+        raise UsageError(f"--save {args.save}: something is there; expected an empty folder, or --resume {args.save} to go on from it")
+
 
 FURTHER = ("ray", "fsync", "reduce_dense", "reduce_sparse", "save_every")
 """Options that virtual workers do not have, beside those of ``rank_options``."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -59,7 +60,7 @@ class AlikeHosts:
         if len(blocks) <= 2 * kept or any(own != blocks[0][1] for _, own in blocks) or len(devices) % len(blocks):
             return None
         size = len(blocks[0][1])
-        if not size or any(b - a != size for a, b in zip(firsts, firsts[1:], strict=False)):
+        if not size or any(b - a != size for a, b in pairwise(firsts)):
             return None
         if any(firsts[0] <= link.index < firsts[-1] + size for link in between):
             return None
@@ -132,9 +133,9 @@ def _blocks(devices: Sequence[Device], links: Sequence[Link]) -> tuple[list[Bloc
     owner = {device.name: device.host for device in devices}
     hung: dict[str, set[int]] = {}
     for link in links:
-        for device, switch in ((link.source, link.target), (link.target, link.source)):
-            if device in owner and switch not in owner:
-                hung.setdefault(switch, set()).add(owner[device])
+        for end, switch in ((link.source, link.target), (link.target, link.source)):
+            if end in owner and switch not in owner:
+                hung.setdefault(switch, set()).add(owner[end])
     owner |= {switch: next(iter(own)) for switch, own in hung.items() if len(own) == 1}
     places: dict[int, dict[str, int]] = {device.host: {} for device in devices}
     for device in devices:

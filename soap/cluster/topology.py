@@ -6,15 +6,16 @@ network are devices and switches; a switch is any link end that is no device's n
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import isfinite
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
-from soap.cluster.checks import check_parallel, check_positive, check_types, check_unique, reachable
 from soap.cluster.device_clock import DeviceClock, NoClock, WarmUp
-from soap.cluster.identity import identity
 from soap.cluster.interconnects import Interconnect, interconnects, library
 from soap.cluster.overheads import (
     NO_COLD_PENALTY,
@@ -398,3 +399,77 @@ class Topology:
             if device.name not in ahead or device.name not in back:
                 pair = (first, device.name) if device.name not in ahead else (device.name, first)
                 raise TopologyError(f"no route from {pair[0]!r} to {pair[1]!r} on cluster {self.name!r}; add links that connect them")
+
+
+def reachable(start: str, edges: Iterable[tuple[str, str]]) -> set[str]:
+    """All nodes to which edges lead from a node, and itself."""
+    following: dict[str, list[str]] = {}
+    for source, target in edges:
+        following.setdefault(source, []).append(target)
+    found, todo = {start}, [start]
+    while todo:
+        for node in following.get(todo.pop(), ()):
+            if node not in found:
+                found.add(node)
+                todo.append(node)
+    return found
+
+
+def check_unique(what: str, names: Iterable[str]) -> None:
+    """TopologyError if a name occurs twice."""
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise TopologyError(f"{what} name {name!r} occurs twice; expected unique names")
+        seen.add(name)
+
+
+def check_types(where: str, types: Iterable[DeviceType]) -> None:
+    """TopologyError if two device types of different figures have one name, by which costs are looked up."""
+    seen: dict[str, DeviceType] = {}
+    for kind in types:
+        known = seen.setdefault(kind.name, kind)
+        if known is not kind and known.identity != kind.identity:
+            raise TopologyError(f"{where}: two device types are named {kind.name!r}; rename one")
+
+
+def check_positive(where: str, what: str, value: float) -> None:
+    """TopologyError unless the value is finite and above 0."""
+    if not (isfinite(value) and value > 0):
+        raise TopologyError(f"{where}: {what} is {value!r}; expected a finite number above 0")
+
+
+def check_parallel(links: Iterable[Link]) -> None:
+    """TopologyError if two links lead from the same node to the same other one."""
+    seen: dict[tuple[str, str], str] = {}
+    for link in links:
+        other = seen.setdefault((link.source, link.target), link.name)
+        if other != link.name:
+            raise TopologyError(
+                f"links {other!r} and {link.name!r} both lead from {link.source!r} to {link.target!r}; "
+                "give one link with the sum of their bandwidths"
+            )
+
+
+def identity(topology: Topology) -> str:
+    """Of devices, hosts and links as described, not of the cluster's name: 16 hex digits of SHA-256. Figures that were measured are no
+    part of it; those that the cluster's name states are."""
+    described = topology.described or topology.links
+    if topology.measured:
+        parts: list[Any] = [[[d.name, d.host, d.type.kind] for d in topology.devices], [[x.source, x.target] for x in described]]
+        if topology.stated:
+            parts.append([[link, float(described[link].bandwidth_bytes_per_second)] for link in topology.stated])
+    else:
+        devices = [[d.name, d.host, d.type.identity] for d in topology.devices]
+        hosts = [[h.name, h.cpu_cores, h.memory_bytes, *_stated(h)] for h in topology.hosts]
+        links = [[x.name, x.source, x.target, float(x.bandwidth_bytes_per_second), float(x.latency_seconds)] for x in described]
+        parts = [devices, hosts, links]
+    if topology.servers:
+        parts.append({"servers": topology.servers})
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+
+def _stated(host: Host) -> list[Any]:
+    """The host's ``core`` and ``row_seconds``, where known, as plain JSON values."""
+    core = None if host.core is None else host.core.identity
+    return [] if core is None and host.row_seconds is None else [core, host.row_seconds]

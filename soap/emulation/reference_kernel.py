@@ -12,7 +12,12 @@ from contextlib import suppress
 from typing import Any
 
 import numpy as np
-from numba import carray, cfunc, njit, types
+from numba import (
+    carray,  # type: ignore[attr-defined]  # public, though its package does not say so
+    cfunc,
+    njit,
+    types,
+)
 from numba.extending import intrinsic
 
 ReferenceState = np.ndarray[tuple[int], np.dtype[np.float64]]

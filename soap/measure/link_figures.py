@@ -10,8 +10,7 @@ from typing import NamedTuple
 from soap.cluster.overheads import NO_CPU_OVERHEAD, NO_LATENCY_FACTOR, ColdPenalty, CollectiveLatencyFactor, CpuOverhead, Port, Share
 from soap.cluster.topology import Topology
 from soap.errors import ProfileError
-from soap.measure.alpha_beta import AlphaBeta
-from soap.measure.link_probes import COLD_PENALTIES, Lines, LinkTiming, Operation, Probe, cpu_fits, devices_by_host, fits
+from soap.measure.link_probes import COLD_PENALTIES, AlphaBeta, Lines, LinkTiming, Operation, Probe, cpu_fits, devices_by_host, fits
 from soap.simulator.communication.prices import Communication
 
 LARGE_BYTES = 2**30

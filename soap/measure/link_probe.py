@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from soap.cluster.presets import local_topology
 from soap.errors import ProfileError
-from soap.measure.link_probes import COLD_PENALTIES, IN_STEPS, LinkTiming, Probe, quick_probes
-from soap.measure.link_records import decode_timing, encode_timing
+from soap.measure.link_probes import COLD_PENALTIES, IN_STEPS, LinkTiming, Probe, decode_timing, encode_timing, quick_probes
 from soap.runtime.comm.launched import inherited, loopback
 from soap.runtime.system.gloo_threads import calm_gloo
 from soap.runtime.system.malloc import keep_freed_memory

@@ -1,6 +1,7 @@
 """What to measure of a cluster's links, and the results. ``probes_for`` chooses messages and collectives between every kind of devices.
 ``soap.measure.link_timing`` runs them between the real ranks. ``fits`` makes a line of each kind's times, and ``link_figures`` a
-topology whose links have the figures of these lines."""
+topology whose links have the figures of these lines.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +10,55 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from statistics import median
+from typing import Any
+
+import numpy as np
 
 from soap.cluster.topology import Topology
 from soap.errors import ProfileError
-from soap.measure.alpha_beta import AlphaBeta, fit
 from soap.plan.delivery import SMALLEST_EXCHANGE
+
+
+@dataclass(frozen=True, slots=True)
+class AlphaBeta:
+    """Time of ``alpha_seconds`` for no bytes, and ``beta_seconds_per_byte`` more for each byte. ``deviation``: the median of |fit /
+    measured - 1|."""
+
+    alpha_seconds: float
+    beta_seconds_per_byte: float
+    deviation: float
+
+    def seconds(self, size_bytes: int) -> float:
+        """Seconds for so many bytes."""
+        return self.alpha_seconds + self.beta_seconds_per_byte * size_bytes
+
+
+def fit(sizes_bytes: Sequence[int], seconds: Sequence[float]) -> AlphaBeta:
+    """The line with the least sum of |log(fit / measured)| among the lines through two of the points, and those through one that are
+    level or begin at 0. Neither figure is negative.
+
+    Logarithms, because small and large messages matter alike, and half the time is as wrong as twice the time. By |fit / measured - 1|
+    a time of zero would only be an error of one, and a level line through some short messages would seem good enough for all. Absolute,
+    not squared, so that a measurement which another program has slowed down counts little. ProfileError without two different sizes, or
+    for times that are not above 0.
+    """
+    x, y = np.asarray(sizes_bytes, float), np.asarray(seconds, float)
+    if x.shape != y.shape or len(np.unique(x)) < 2 or (x < 0).any() or not (np.isfinite(y) & (y > 0)).all():
+        raise ProfileError("a fit needs times above 0 of at least two different sizes; measure more sizes")
+    first, second = np.triu_indices(len(x), 1)
+    apart = x[first] != x[second]
+    first, second = first[apart], second[apart]
+    slopes = (y[second] - y[first]) / (x[second] - x[first])
+    level, steep = np.zeros_like(y), y[x > 0] / x[x > 0]
+    betas = np.concatenate([slopes, level, steep])
+    alphas = np.concatenate([y[first] - slopes * x[first], y, np.zeros_like(steep)])
+    legal = (betas >= 0) & (alphas >= 0)
+    alphas, betas = alphas[legal], betas[legal]
+    ratios = (alphas[:, None] + betas[:, None] * x) / y
+    with np.errstate(divide="ignore"):  # a line that begins at 0 is infinitely wrong about size 0
+        best = int(np.abs(np.log(ratios)).sum(axis=1).argmin())
+    return AlphaBeta(float(alphas[best]), float(betas[best]), float(np.median(np.abs(ratios[best] - 1))))
+
 
 SIZES_BYTES = (1024, 16 * 1024, 128 * 1024, 512 * 1024, 2 * 2**20)
 QUICK_SIZES_BYTES = (1024, 128 * 1024, 2 * 2**20)
@@ -185,3 +230,47 @@ def devices_by_host(topology: Topology) -> list[list[int]]:
     for device in topology.devices:
         hosts[device.host].append(device.index)
     return hosts
+
+
+MOST_SECONDS = 10**6
+
+
+def probe_text(probe: Probe) -> str:
+    """The probe as one word."""
+    return f"{probe.operation}:{'-'.join(map(str, probe.devices))}:{probe.size_bytes}"
+
+
+def encode_timing(timing: LinkTiming) -> dict[str, Any]:
+    """The timing as plain JSON values, with times in whole nanoseconds, as TIMING_SCHEMA describes them; ``decode_timing`` reads them."""
+    return {
+        "operation": timing.probe.operation.value,
+        "devices": list(timing.probe.devices),
+        "size_bytes": timing.probe.size_bytes,
+        "times_ns": [max(1, round(1e9 * one)) for one in timing.seconds],
+        "cpu_ns": max(0, round(1e9 * timing.cpu_seconds)),
+        "measured_at": timing.measured_at,
+        "scale": timing.scale,
+    }
+
+
+def decode_timing(record: Mapping[str, Any]) -> LinkTiming:
+    """Read a timing from values that TIMING_SCHEMA allows."""
+    probe = Probe(Operation(record["operation"]), tuple(record["devices"]), record["size_bytes"])
+    return LinkTiming(probe, tuple(one / 1e9 for one in record["times_ns"]), record["cpu_ns"] / 1e9, record["measured_at"], record["scale"])
+
+
+_LONGEST_NS = MOST_SECONDS * 10**9
+_NS: dict[str, Any] = {"type": "integer", "minimum": 1, "maximum": _LONGEST_NS}
+_PROPERTIES: dict[str, Any] = {
+    "operation": {"enum": [operation.value for operation in Operation]},
+    "devices": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 2**20}, "minItems": 2, "uniqueItems": True},
+    "size_bytes": {"type": "integer", "minimum": 1, "maximum": 2**62},
+    "times_ns": {"type": "array", "items": _NS, "minItems": 1, "maxItems": MOST_TIMES},
+    "cpu_ns": {"type": "integer", "minimum": 0, "maximum": _LONGEST_NS},
+    "measured_at": {"type": "string", "maxLength": 40},
+    "scale": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
+}
+TIMING_SCHEMA: dict[str, Any] = {
+    "type": "object", "properties": _PROPERTIES, "required": list(_PROPERTIES), "additionalProperties": False,
+}  # fmt: skip
+"""JSON schema of an encoded timing."""

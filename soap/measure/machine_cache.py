@@ -18,8 +18,7 @@ from soap.cluster.topology import DeviceType
 from soap.errors import ProfileError, SoapError
 from soap.files import cache_folder, read_text, write_text_atomically
 from soap.measure.link_probe import LinkRates
-from soap.measure.link_probes import LinkTiming
-from soap.measure.link_records import decode_timing, encode_timing
+from soap.measure.link_probes import LinkTiming, decode_timing, encode_timing
 
 VERSION = 3
 """Version of the file format and of the measurement; part of every key. Since 2 ``kernel_seconds`` is that of a call in training; since

@@ -20,8 +20,8 @@ import numpy as np
 
 from soap.cluster.topology import Topology
 from soap.elastic.faults import ElasticError
+from soap.model.batch import MicroBatches
 from soap.model.graph import OperatorGraph, TensorKind
-from soap.model.micro_batches import MicroBatches
 from soap.search.stage_costs import StageCosts, StagePrices
 from soap.search.stage_groups import StageGroups, single_devices
 from soap.search.stages import Borders, Chain, partition

@@ -1,14 +1,22 @@
-"""What one training step consumes: samples and tokens, read off the graph."""
+"""What one training step consumes: samples and tokens, read off the graph.
+
+A step may be cut into micro-batches. An operator that follows the samples is cut along its sample factor, at the same samples as all
+others: its *parts*. What reads only its own part of its inputs goes through by itself. An operator that needs several parts at once is a
+*barrier*: batch norm over the batch, in-batch negatives, whatever has no sample factor. (Not the loss's epilogue: it runs behind all
+passes.) So operators have *phases*, the number of barriers before them: an operator waits for all parts of what it reads across a barrier.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 from soap.model.dtypes import is_differentiable
 from soap.model.graph import DimMap, FactorKind, Operand, Operator, OperatorGraph, TensorKind
-from soap.model.regions import Interval
+from soap.model.regions import Interval, balanced, proportional
 
 LOOKUP = "embedding"
 BAGS = frozenset({"embedding_bag", "equal_bags"})
@@ -81,3 +89,118 @@ def sample_dims(graph: OperatorGraph, *, own_labels: bool = False) -> dict[str, 
                 own = [d for d, dim in enumerate(operand.dims) if _is_sample(op, dim)]
                 found |= {operand.tensor: own[0]} if own else {}
     return found
+
+
+MAX_MICROBATCHES = 4096
+"""Upper limit of ``Strategy.microbatches``: more than any pipeline has."""
+
+
+@dataclass(frozen=True)
+class MicroBatches:
+    """How the operators of a graph are cut into ``count`` micro-batches."""
+
+    graph: OperatorGraph
+    count: int
+
+    @property
+    def _whole(self) -> OperatorGraph:
+        """The graph that says what is cut: the one with all copies, if there are others."""
+        return self.graph.copies_of or self.graph
+
+    @cached_property
+    def samples(self) -> int | None:
+        """Samples of a step, of all copies; None if the model has none."""
+        return samples_of(self._whole)
+
+    @cached_property
+    def factors(self) -> tuple[int | None, ...]:
+        """By operator: the position of the factor that is cut, None if it is not cut."""
+        return tuple(self._factor(op) for op in self._whole.operators)
+
+    def _factor(self, op: Operator) -> int | None:
+        samples = self.samples
+        if self.count == 1 or samples is None or not op.partitionable:
+            return None
+        own = (i for i, factor in enumerate(op.factors) if factor.kind is FactorKind.SAMPLE and factor.size % samples == 0)
+        return next(own, None)
+
+    def parts(self, position: int) -> int:
+        """In how many parts an operator runs: ``count``, or 1."""
+        return 1 if self.factors[position] is None else self.count
+
+    def pieces(self, position: int, factor: int, weights: Sequence[int]) -> list[list[Interval]]:
+        """By micro-batch, the pieces of one of an operator's factors, in proportion to ``weights``. Pieces of one list if the operator is
+        not cut; if another factor is cut, every micro-batch has the same ones."""
+        size = self.graph.operators[position].factors[factor].size
+        if self.factors[position] != factor:
+            return [proportional(size, weights)] * self.parts(position)
+        return [[(start + a, start + b) for a, b in proportional(stop - start, weights)] for start, stop in self.ranges(position)]
+
+    def ranges(self, position: int) -> list[Interval]:
+        """Of an operator that is cut: the part of its factor that belongs to each micro-batch."""
+        factor = self.factors[position]
+        assert factor is not None and self.samples is not None
+        size, whole = (graph.operators[position].factors[factor].size for graph in (self.graph, self._whole))
+        each = whole // self.samples
+        return [(start * each * size // whole, stop * each * size // whole) for start, stop in balanced(self.samples, self.count)]
+
+    @cached_property
+    def phases(self) -> tuple[int, ...]:
+        """By operator: how many barriers are before it."""
+        return self.phases_within([0] * len(self.graph.operators))
+
+    def phases_within(self, chunks: Sequence[int]) -> tuple[int, ...]:
+        """By operator: how many barriers of its own chunk are before it, itself included. ``chunks``: by operator."""
+        graph = self.graph
+        found: list[int] = []
+        for position, op in enumerate(graph.operators):
+            phase = 0
+            for operand in op.inputs:
+                if graph.tensors[operand.tensor].kind is TensorKind.ACTIVATION:
+                    maker, output = graph.producers[operand.tensor]
+                    before = found[maker] if chunks[maker] == chunks[position] else 0
+                    phase = max(phase, before + (not self.keeps_apart(maker, output, position, operand)))
+            found.append(phase)
+        return tuple(found)
+
+    @cached_property
+    def barriers(self) -> tuple[str, ...]:
+        """Names of the operators that need several parts of what they read, and so make all micro-batches wait."""
+        found = (op.name for position, op in enumerate(self.graph.operators) if self._waits(position, op))
+        return tuple(found)
+
+    def may_repeat(self, position: int) -> bool:
+        """Whether an operator may run forward a second time. Not if it runs once for all micro-batches or is a barrier: its second run for
+        one of them would wait for backward passes of others."""
+        if self.count == 1:
+            return True
+        return self.factors[position] is not None and not self._waits(position, self.graph.operators[position])
+
+    def _waits(self, position: int, op: Operator) -> bool:
+        made = ((*self.graph.producers[operand.tensor], operand) for operand in op.inputs if operand.tensor in self.graph.producers)
+        return any(not self.keeps_apart(maker, output, position, operand) for maker, output, operand in made)
+
+    def keeps_apart(self, maker: int, output: int, reader: int, operand: Operand) -> bool:
+        """Whether each part of the reader reads only what the same part of the maker makes."""
+        made, read = self.factors[maker], self.factors[reader]
+        if made is None or reader in self.graph.epilogue:  # which runs behind all passes
+            return True
+        dims = self.graph.operators[maker].outputs[output].dims
+        place = next((d for d, dim in enumerate(dims) if dim.factor == made), None)
+        if place is None or read is None or operand.dims[place].factor != read:
+            return False
+        size = self.graph.tensors[operand.tensor].shape[place]
+        theirs = [dims[place].interval(_only(made, own), size) for own in self.ranges(maker)]
+        ours = [operand.dims[place].interval(_only(read, own), size) for own in self.ranges(reader)]
+        return all(a <= c and d <= b for (a, b), (c, d) in zip(theirs, ours, strict=True))
+
+    def least_size(self, position: int, factor: int) -> int:
+        """The size of one of an operator's factors in the smallest micro-batch."""
+        if self.factors[position] != factor:
+            return self.graph.operators[position].factors[factor].size
+        return min(stop - start for start, stop in self.ranges(position))
+
+
+def _only(factor: int, own: Interval) -> Sequence[Interval]:
+    """Intervals of a tile of which only one factor matters."""
+    return [(0, 0)] * factor + [own]

@@ -22,8 +22,8 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
+from soap.model.batch import MicroBatches
 from soap.model.graph import Operand, Operator, OperatorGraph, TensorKind
-from soap.model.micro_batches import MicroBatches
 from soap.strategy.config import OpConfig, Strategy
 
 LEFT = 2

@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 from soap.errors import StrategyError
-from soap.model.micro_batches import MicroBatches
+from soap.model.batch import MicroBatches
 from soap.schedules.table import Kind
 from soap.strategy.division import halves, is_divided
 

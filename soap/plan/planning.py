@@ -19,9 +19,9 @@ from math import prod
 from typing import NamedTuple
 
 from soap.cluster.topology import Topology
+from soap.model.batch import MicroBatches
 from soap.model.graph import OperatorGraph, TensorKind
 from soap.model.likeness import alike_operators
-from soap.model.micro_batches import MicroBatches
 from soap.model.regions import Box, Interval, cells, contains, intersect, subtract, volume, whole
 from soap.plan.compression.training import PLAIN, PlannedTraining
 from soap.plan.coverage import HolderIndex
@@ -137,8 +137,8 @@ class Delivery:
 
 
 class Sums(NamedTuple):
-    """What devices sum, and have in common. ``groups``: sets of devices that sum partial results. ``regions``: how a region of a parameter is
-    synchronized, and the region."""
+    """What devices sum, and have in common. ``groups``: sets of devices that sum partial results. ``regions``: how a region of a parameter
+    is synchronized, and the region."""
 
     groups: tuple[tuple[int, ...], ...]
     regions: tuple[tuple[SyncConfig, Cell], ...]

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
+from soap.model.batch import MicroBatches
 from soap.model.graph import OperatorGraph
-from soap.model.micro_batches import MicroBatches
 from soap.plan.pass_order import PassAction, PassOrder
 from soap.schedules.checking import OFFERED
 from soap.schedules.dependencies import Barrier

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import product
 from math import prod
 
+from soap.model.batch import MicroBatches
 from soap.model.graph import DimMap, FactorKind, Operand, Operator, OperatorGraph
-from soap.model.micro_batches import MicroBatches
 from soap.model.regions import Box, Interval, proportional, volume
 from soap.strategy.config import OpConfig
 
@@ -50,7 +50,7 @@ def is_partial(op: Operator, intervals: Sequence[Interval]) -> bool:
 
 
 NARROW_PRODUCTS = frozenset({"linear", "matmul", "mm", "bmm", "addmm", "baddbmm"})
-"""Kinds of which GPUs make a part of a sum in float32 from operands that stay narrow (``tracing.narrow_products``)."""
+"""Kinds of which GPUs make a part of a sum in float32 from operands that stay narrow (``tracing.compiled``)."""
 
 
 def is_widened(graph: OperatorGraph, tile: Tile) -> bool:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from soap.files import reason
 from soap.preprocessing.container import PreprocessError, owner
-from soap.preprocessing.executors import Lost
+from soap.preprocessing.node import Lost
 from soap.preprocessing.resources import private_bytes
 from soap.preprocessing.work import Done, Task, Work
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from soap.preprocessing.container import key_of
 from soap.preprocessing.inputs import GZIP, Chunk, Unit
@@ -111,11 +110,3 @@ class Done:
 def made_of(found: Sequence[Done]) -> str:
     """What a later step depends on: what earlier ones left."""
     return key_of([done.made for done in found])
-
-
-def document(done: Done) -> dict[str, Any]:
-    """For logs."""
-    return {
-        "step": done.task.step, "unit": done.task.unit, "number": done.task.number, "kept": done.kept,
-        "size_bytes": done.task.size, "peak_bytes": done.peak_bytes, "seconds": round(done.seconds, 3),
-    }  # fmt: skip

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
@@ -229,12 +228,3 @@ def _per_point(op: Operator) -> float:
 def digest(value: Any) -> str:
     """Hash of plain JSON values: 16 hex digits."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def distinct(keys: TileKeys, tiles: Iterable[Tile]) -> dict[TileKey, Tile]:
-    """Each key once, with a tile that has it. Tiles that compute nothing are left out."""
-    found: dict[TileKey, Tile] = {}
-    for tile in tiles:
-        if tile.size:
-            found.setdefault(keys.key(tile), tile)
-    return found

@@ -2,16 +2,46 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from soap.cluster.topology import Topology
-from soap.errors import ProfileError, SoapWarning
+from soap.errors import ProfileError, SoapError, SoapWarning
+from soap.files import cache_folder, read_text, write_text_atomically
 from soap.measure.link_figures import with_measured_links
 from soap.measure.link_probes import LinkTiming, is_enough, probes_for, scales_of
-from soap.measure.told import is_news
 from soap.profiles.link_places import LinkPlace, link_places
 from soap.profiles.store import Store
+
+FILE = "told.json"
+KEPT_S = 30 * 86_400.0
+"""After so long it may be told again."""
+
+_here: set[str] = set()
+
+
+def is_news(text: str, clock: Callable[[], float] = time.time) -> bool:
+    """Whether this was not told yet; from now on it was. In this process it is told once even if nothing can be kept."""
+    name, now_s, folder = hashlib.sha256(text.encode()).hexdigest()[:16], clock(), cache_folder()
+    place = f"{folder} {name}"
+    if place in _here:
+        return False
+    _here.add(place)
+    if folder is None:
+        return True
+    path, known = folder / FILE, dict[str, float]()
+    with suppress(SoapError, ValueError, AttributeError, TypeError, RecursionError):  # a file of something else counts as absent
+        known = {str(key): float(told_s) for key, told_s in json.loads(read_text(path)).items() if 0 <= now_s - float(told_s) < KEPT_S}
+    if name in known:
+        return False
+    with suppress(OSError, SoapError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text_atomically(path, json.dumps({**known, name: now_s}, indent=1) + "\n")
+    return True
 
 
 def known_links(topology: Topology, place: LinkPlace, store: Store) -> list[LinkTiming]:

@@ -21,8 +21,7 @@ from urllib.parse import quote
 
 from soap.errors import ProfileError
 from soap.files import cache_folder
-from soap.measure.link_probes import LinkTiming
-from soap.measure.link_records import TIMING_SCHEMA, decode_timing, encode_timing, probe_text
+from soap.measure.link_probes import TIMING_SCHEMA, LinkTiming, decode_timing, encode_timing, probe_text
 from soap.profiles.corrections import CORRECTION_SCHEMA, Correction, decode_correction, encode_correction
 from soap.profiles.entries import SCHEMA, Entry, decode, encode
 from soap.profiles.keys import Environment

@@ -1,26 +1,50 @@
-"""Where a search begins: which starts there are, in which order they are evaluated, and how they are brought into the space."""
+"""Where a search begins: which starts there are, in which order they are evaluated, how they are brought into the space, and for which
+further ones they call: those that save memory where it binds, shared parameters, pipelines and layers on servers where these are faster."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from math import inf
 from types import MappingProxyType
+from typing import cast
 
 from soap.cluster.topology import Topology
+from soap.search.able import Able
+from soap.search.allowed_space import allowed_syncs
 from soap.search.constraints import brought_inside
+from soap.search.layer_placement import layer_placement
 from soap.search.lossy import lossy_starts, lossy_ways
 from soap.search.metropolis import Evaluator
-from soap.search.more_starts import with_more_starts
+from soap.search.offloading import budgeted_offloading, offloading_starts, with_offloading
 from soap.search.options import SearchOptions
-from soap.search.pipelining import is_cut, keeps_stages, require_inside
+from soap.search.pipelining import is_cut, is_legal, keeps_stages, pipeline_start, require_inside
+from soap.search.recomputing import recompute_to_fit, recomputing_starts, with_recomputation
 from soap.search.record import Recorder
+from soap.search.shares import shifted
+from soap.search.sharing import shared_starts
 from soap.search.space import Space
 from soap.search.starts import BASELINE, INITIAL, Start, check_start, different, reference_strategies, starting_strategies
+from soap.search.to_fit import judge_of
 from soap.strategy.config import Strategy
-from soap.strategy.named import RECOMPUTE, is_simulated, saving_starts
+from soap.strategy.named import (
+    OFFLOAD,
+    OFFLOAD_KEPT,
+    PIPELINE,
+    RECOMPUTE,
+    UNEVEN,
+    base_of,
+    is_simulated,
+    named,
+    on_top,
+    saving_starts,
+)
+from soap.strategy.ralp import RALP
 from soap.strategy.sync import in_one_partition
 
 NO_STARTS: Mapping[str, Callable[[], Strategy]] = MappingProxyType({})
+AWAY = ((OFFLOAD,), (RECOMPUTE, OFFLOAD), (OFFLOAD_KEPT, OFFLOAD))
+"""What is put on a pipeline for which devices lack memory, where hosts may keep something (``soap.search.offloading``)."""
 
 
 def inside(space: Space, options: SearchOptions, strategy: Strategy) -> Strategy:
@@ -64,7 +88,7 @@ def with_starts(
     for name, make in further.items():
         if keeps_stages(space, own := make()):
             tried(name, own)
-    space = with_more_starts(space, topology, evaluator, recorder, options, tried)
+    space = _with_more_starts(space, topology, evaluator, recorder, options, tried)
     references = reference_strategies(space.graph, topology, (own for own in strategies.values() if not is_cut(own)))
     return replace(space, references=different(inside(space, options, own) for own in references if keeps_stages(space, own)))
 
@@ -75,3 +99,115 @@ def start_names(options: SearchOptions, further_starts: Collection[str]) -> list
     for name in names:
         check_start(name)
     return None if options.starts is None else [name for name in names if not is_simulated(name)]
+
+
+def _with_more_starts(
+    space: Space,
+    topology: Topology,
+    evaluator: Evaluator,
+    recorder: Recorder,
+    options: SearchOptions,
+    evaluate: Callable[[str, Strategy], None],
+) -> Space:
+    """Evaluate starts that share parameters, have layers on servers, recompute, offload or are pipelines, as far as the recorder's call
+    for them. Returns the space with what they do."""
+    space = _with_sharing(space, topology, evaluator, recorder, options, evaluate)
+    _with_layers_on_servers(space, topology, evaluator, options, evaluate)
+    _with_uneven_shares(space, topology, evaluator, options, evaluate)
+    if (more := recomputing_starts(space, topology, evaluator, recorder.starts, wanted=options.recompute)) is not None:
+        space, recorder.budgeted = with_recomputation(space), more[1]
+        for name, strategy in more[0].items():
+            if keeps_stages(space, strategy):
+                evaluate(name, strategy)
+    if offloading := offloading_starts(space.graph, topology, recorder.starts, options):
+        space = with_offloading(space)
+        for name, strategy in offloading.items():
+            evaluate(name, strategy)
+        away = budgeted_offloading(space.graph, topology, evaluator, recorder.starts)
+        recorder.budgeted = {**recorder.budgeted, **away}
+        for name, own in away.items():
+            evaluate(name, own.strategy)
+    wanted = True if options.starts is not None and PIPELINE in options.starts else options.pipelines
+    pipeline = pipeline_start(space, topology, evaluator, recorder.starts, wanted=wanted, named=options.starts is not None)
+    if pipeline is not None:
+        evaluate(PIPELINE, pipeline)
+        space = _pipelines_that_save(space, topology, evaluator, recorder, options, evaluate)
+    return space
+
+
+def _with_layers_on_servers(
+    space: Space, topology: Topology, evaluator: Evaluator, options: SearchOptions, evaluate: Callable[[str, Strategy], None]
+) -> None:
+    """Evaluate the starts ``ralp`` and ``ralp:N`` that the options name; if they name none at all, ``ralp`` where some hosts are servers, a
+    cut gains enough, and constraints and methods allow it."""
+    asked = [name for name in options.starts or () if is_simulated(name) and base_of(name)[0] == RALP]
+    usual = options.starts is None and topology.servers and not options.syncs and hasattr(evaluator, "engine_costs")
+    for name in asked or ((RALP,) if usual else ()):
+        costs = cast(Able, evaluator).engine_costs
+        found = layer_placement(space.graph, topology, evaluator, costs, count=base_of(name)[1])
+        inside = brought_inside(space, found.strategy)
+        if asked or (found.friendly and inside is found.strategy):
+            evaluate(name, inside)
+
+
+def _with_uneven_shares(
+    space: Space, topology: Topology, evaluator: Evaluator, options: SearchOptions, evaluate: Callable[[str, Strategy], None]
+) -> None:
+    """Where devices differ, and nobody names starts, evaluate data parallelism with shares that suit their speed, if that is allowed."""
+    if options.starts is not None:
+        return
+    strategy = named(on_top(BASELINE, UNEVEN), space.graph, topology)
+    if strategy != named(BASELINE, space.graph, topology) and brought_inside(space, strategy) is strategy:
+        evaluate(UNEVEN, shifted(space.graph, evaluator, strategy))
+
+
+def _pipelines_that_save(
+    space: Space,
+    topology: Topology,
+    evaluator: Evaluator,
+    recorder: Recorder,
+    options: SearchOptions,
+    evaluate: Callable[[str, Strategy], None],
+) -> Space:
+    """If the pipeline that was evaluated last does not fit, evaluate what saves memory on top of it until something does. Returns the space
+    with what that needs."""
+    base, graph = recorder.starts[-1].strategy, space.graph
+    if recorder.starts[-1].fits:
+        return space
+    if options.recompute is not False:
+        space, name = with_recomputation(space), f"{PIPELINE}, recompute"
+        made = recompute_to_fit(graph, topology, base, cast(Able, evaluator).engine_costs, judge_of(evaluator))
+        if is_legal(space, topology, made.strategy):
+            recorder.budgeted = {**recorder.budgeted, name: made}
+            evaluate(name, made.strategy)
+    for added in AWAY if space.offload else ():
+        name = PIPELINE
+        for own in added:
+            name = on_top(name, own)
+        strategy = named(name, graph, topology, base)
+        if recorder.starts[-1].fits or (options.recompute is False and RECOMPUTE in added) or not is_legal(space, topology, strategy):
+            continue
+        evaluate(name, strategy)
+    return space
+
+
+def _with_sharing(
+    space: Space,
+    topology: Topology,
+    evaluator: Evaluator,
+    recorder: Recorder,
+    options: SearchOptions,
+    evaluate: Callable[[str, Strategy], None],
+) -> Space:
+    """Evaluate starts whose parameters are owned in parts, if they are faster than all others that fit. Returns the space in which every
+    parameter may be owned so, if there are any; else the space as it was, so that a search which gains nothing by it is as without it.
+    So it is with an evaluator that has no costs for engines."""
+    if options.syncs or options.starts is not None or not hasattr(evaluator, "engine_costs"):
+        return space
+    syncs, faster = allowed_syncs(space.graph, topology, options, saving=True), False
+    for name, strategy in shared_starts(space.graph, topology, recorder.starts, syncs).items():
+        least_ns = min((start.cost_ns for start in recorder.starts if start.fits), default=inf)
+        if keeps_stages(space, strategy) and evaluator.makespan_ns(strategy) < least_ns and evaluator.overflow_bytes(strategy) == 0:
+            evaluate(name, strategy)
+            faster = True
+    return replace(space, syncs=syncs) if faster else space

@@ -93,8 +93,8 @@ def search(
     ``polish_up_to``: make the result locally optimal if all operators together have at most so many structured configurations; 0: never.
     ``improved``: called with each new best cost in ns. ``stopped``: asked after every start, proposal or round; once it returns True, the
     search ends as by Ctrl-C (Python loses one that arrives while a library calls back into it). ``further_starts``: name -> function that
-    makes a strategy; called after the other starts are evaluated, whether or not ``options.starts`` has the name. ``limit``: by default
-    of ``options.seconds``. ``share``: part of it after which the search ends if something fits.
+    makes a strategy, called after the other starts are evaluated, if ``options.starts`` has the name or not. ``limit``: by default of
+    ``options.seconds``. ``share``: part of it after which the search ends if something fits.
 
     Ctrl-C and the end of the limit return the best so far; KeyboardInterrupt if nothing was evaluated yet. InfeasibleError if nothing fits
     into memory, StrategyError if the options do not fit model and cluster.
@@ -134,15 +134,13 @@ def search(
                     raise StrategyError(out_of_stage(space, baseline) or "no start")
                 _Run(space, topology, evaluator, recorder, options, bar, ended).everything()
                 if (around := space_of(space, recorder.best)) is not None:
-                    bar.set_description("polishing")
                     polish_best(recorder, around, evaluator, polish_up_to, lambda: _heed(ended))
         except (KeyboardInterrupt, Exception) as error:
             if not (isinstance(error, KeyboardInterrupt) or ended()):  # libraries may turn an interrupt into an error of their own
                 raise
-            late = isinstance(error, TimeIsUp)  # perhaps of the caller's limit
             if not recorder.starts:
-                raise TimeIsUp if late else KeyboardInterrupt from error
-            early, interrupted = True, stopped() or not (late or whole.over or until.over)
+                raise type(error) if isinstance(error, TimeIsUp) else KeyboardInterrupt from error
+            early, interrupted = True, stopped() or not (isinstance(error, TimeIsUp) or whole.over or until.over)  # perhaps the caller's
     return _result(space, topology, evaluator, recorder, options, usual, early=early, interrupted=interrupted)
 
 

@@ -10,9 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 
-from soap.model.batch import sample_factor
+from soap.model.batch import MicroBatches, sample_factor
 from soap.model.graph import OperatorGraph
-from soap.model.micro_batches import MicroBatches
 from soap.schedules.named import SCHEDULES, NamedSchedule, parse
 from soap.search.metropolis import Proposal
 from soap.strategy.config import OpConfig, Strategy

@@ -17,8 +17,8 @@ import numpy as np
 
 from soap.cluster.topology import Topology
 from soap.errors import ScheduleError
+from soap.model.batch import MicroBatches
 from soap.model.graph import OperatorGraph
-from soap.model.micro_batches import MicroBatches
 from soap.schedules.checking import check
 from soap.schedules.dependencies import Dependencies
 from soap.schedules.in_flight import in_flight, peaks

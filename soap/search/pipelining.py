@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, cast
 
 from soap.cluster.topology import Topology
 from soap.errors import SoapError, StrategyError, asked
+from soap.model.batch import MicroBatches
 from soap.model.graph import OperatorGraph
-from soap.model.micro_batches import MicroBatches
 from soap.search.able import Able
 from soap.search.constraints import Allowed, brought_inside, out_of_stage
 from soap.search.metropolis import Evaluator

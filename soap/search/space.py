@@ -27,8 +27,8 @@ from math import fsum, inf, log, perm, prod
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
+from soap.model.batch import MicroBatches
 from soap.model.graph import Operator, OperatorGraph
-from soap.model.micro_batches import MicroBatches
 from soap.plan.scheduling import Orders
 from soap.search.alignment import Edge, edges_of
 from soap.search.groups import repeated_groups

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from soap.cluster.topology import Topology
+from soap.model.batch import MicroBatches
 from soap.model.graph import OperatorGraph, TensorKind
-from soap.model.micro_batches import MicroBatches
 from soap.model.regions import volume
 from soap.plan.tiling import made_bytes, tiles_of
 from soap.search.rough_costs import Laid, RoughCosts

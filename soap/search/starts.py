@@ -17,6 +17,7 @@ from soap.simulator.memory.certain import certainly_lacks
 from soap.strategy.classical import CLASSICAL, NAMED, SYNCHRONIZED, random_strategy, uniform_config
 from soap.strategy.config import Strategy, SyncConfig, settled
 from soap.strategy.named import JOIN, SHARING, SIMULATED, check_name, forms, named
+from soap.strategy.recomputation import recomputed
 
 BASELINE = "data_parallel"
 """The start that is always evaluated, since every result is compared with it."""
@@ -65,7 +66,7 @@ def starting_strategies(
     """Name -> strategy in the order of evaluation: data parallelism, then ``names``, then ``initial``. If no names are given: ``saving``,
     as far as ``syncs`` allows it, all classical ones, and those that synchronize parameters in the other ways that ``syncs`` allows
     (``sync.sync_choices``); of equal ones the first. Where data parallelism does not fit, so that there are some that are ``saving``,
-    without those that certainly lack memory; but with those that share parameters, as others are made of them."""
+    without those that certainly lack memory; but data parallelism that shares parameters needs only to fit if layers run again."""
     wanted = [*saving, *CLASSICAL, *_synchronized(graph, topology, syncs)] if names is None else list(names)
     for name in wanted:
         check_start(name)
@@ -77,7 +78,8 @@ def starting_strategies(
         strategy = named(name, graph, topology)
         if names is None and name in saving and (strategy in found.values() or not are_allowed(strategy.parameters, syncs)):
             continue
-        if names is None and saving and name not in (BASELINE, *SHARING) and certainly_lacks(graph, topology, strategy):
+        least = recomputed(graph, strategy) if name in SHARING else strategy
+        if names is None and saving and name != BASELINE and certainly_lacks(graph, topology, least):
             continue
         found[name] = strategy
     if initial is not None:

@@ -15,9 +15,9 @@ from typing import NamedTuple
 import numpy as np
 
 from soap.cluster.topology import DeviceType, Topology
+from soap.model.batch import MicroBatches
 from soap.model.graph import DimMap, Operand, Operator, OperatorGraph, TensorKind
 from soap.model.likeness import alike_operators
-from soap.model.micro_batches import MicroBatches
 from soap.model.regions import Box, volume
 from soap.plan.row_counts import tile_lookups
 from soap.plan.tiling import Tile, pieces_of, windows

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -24,15 +24,12 @@ from soap.simulator.compiled.evaluate import confirm, evaluate, take_back
 from soap.simulator.compiled.events import NO_BOUND, STOPPED, keep_order, simulate_all
 from soap.simulator.compiled.fetches import UNCOVERED
 from soap.simulator.compiled.graph_arrays import Ints
-from soap.simulator.compiled.groups import DeviceGroups
 from soap.simulator.compiled.handles import handle
 from soap.simulator.compiled.history import complete, make_history, retrace
-from soap.simulator.compiled.lists import missing_entry
 from soap.simulator.compiled.pass_order import pass_tables, repeated
 from soap.simulator.compiled.played import PlayedTask, PlayedTasks, all_tasks, each_task
 from soap.simulator.compiled.rebuild import Held, lower_all
 from soap.simulator.compiled.scratch import FULL, make_scratch
-from soap.simulator.compiled.shards import Geometries
 from soap.simulator.compiled.state import ARENA, SLOTS, Groups, ShardTables, State, make_state
 from soap.simulator.compiled.task_keys import STATE_FULL
 from soap.simulator.compiled.trial import Trial, make_trial
@@ -40,6 +37,7 @@ from soap.simulator.compiled.variants import Variants, VariantTables
 from soap.simulator.compiled.world import World
 from soap.simulator.costs import CostModel
 from soap.simulator.draws import Draws
+from soap.simulator.engine_tables import EngineTables
 from soap.simulator.shared import Shared
 from soap.simulator.tasks import UNNUMBERED, unnumbered
 from soap.strategy.config import NOTHING, OpConfig, Strategy, SyncConfig, check_config, check_parts
@@ -54,44 +52,6 @@ class Tables(NamedTuple):
     variants: VariantTables
     shards: ShardTables
     groups: Groups
-
-
-class EngineTables:
-    """The tables of one engine."""
-
-    def __init__(self, shared: Shared, draws: Draws | None) -> None:
-        cuts, topology = shared.cuts, shared.topology
-        self.variants = Variants(cuts, Geometries(shared.graph, topology, cuts.types, shared.costs, shared.training, shared.codes), draws)
-        self._groups = DeviceGroups(shared.communication, shared.cluster_tables)
-        self._given = cast(Tables, (None, None, None))
-        self._known = -1
-
-    def groups(self) -> Groups:
-        """The sets of devices."""
-        return self._groups.arrays()
-
-    def has_new_variants(self) -> bool:
-        """Whether some were made since ``renewed`` was called."""
-        return len(self.variants.made) > self._known
-
-    def renewed(self) -> dict[str, NamedTuple]:
-        """Name -> part of the world, of those that are others than when this was called before."""
-        self._known = len(self.variants.made)
-        before, self._given = self._given, Tables(self.variants.arrays(), self.variants.geometries.arrays(), self._groups.arrays())
-        names = [name for name, known, own in zip(Tables._fields, before, self._given, strict=True) if own is not known]
-        return {name: getattr(self._given, name) for name in names}
-
-    def find_missing(self) -> None:
-        """Make what compiled code has not found."""
-        _, shards, groups = self._given
-        if groups.sets.missing[0]:
-            self._groups.add(missing_entry(groups.sets))
-        elif shards.tied.missing[0]:
-            self.variants.tie(missing_entry(shards.tied))
-        elif shards.price.missing[0]:
-            self.variants.geometries.price(missing_entry(shards.price))
-        elif shards.compressed.missing[0]:
-            self.variants.geometries.compress(missing_entry(shards.compressed))
 
 
 def read_config(held: OpConfig, split: tuple[tuple[int, ...], Shares], devices: Ints, replicas: int, mark: int) -> OpConfig:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from soap.cluster.topology import DeviceType, Topology
@@ -33,9 +33,11 @@ class FoldedCommunication(Communication):
     ``common``: devices of the small topology -> the sum over all copies.
     """
 
-    def __init__(self, topology: Topology, common: Mapping[tuple[int, ...], CommonSums]) -> None:
+    def __init__(
+        self, topology: Topology, common: Mapping[tuple[int, ...], CommonSums], groups: Sequence[tuple[int, ...]] = ()
+    ) -> None:
         super().__init__(topology)
-        self.common = common
+        self.common, self.groups = common, groups
 
     def allreduce_options(self, devices: tuple[int, ...]) -> tuple[AllReduceOption, ...]:
         """The options for an all-reduce over these devices of the small topology."""

@@ -51,7 +51,7 @@ from soap.model.graph import OperatorGraph
 from soap.plan.compression.training import PLAIN, PlannedTraining
 from soap.plan.copies import LEFT, Copies, UnfoldableError, candidates, find_copies
 from soap.plan.plan import Plan
-from soap.plan.planning import PlanBuilder, Sums
+from soap.plan.planning import PlanBuilder
 from soap.plan.syncs.represented import Represented
 from soap.simulator.chunks import shortest_chunk_ns
 from soap.simulator.communication.allreduce import allreduce_options, parted_options
@@ -182,7 +182,8 @@ class _Folding:
         parted = {readers for _, readers in owned}
         if any(before.devices[reader].type.kind == "cpu" for readers in parted for reader in readers):
             raise UnfoldableError("readers own parts of parameters, and are no GPUs")
-        groups = self._common_groups(sums)
+        every = dict.fromkeys([cell[1] for _, cell in sums.regions] + [*sums.groups])
+        groups = self._common_groups(every)
         if self.training.clips and not any(sync.compression for sync, _ in sums.regions):
             if len(np.unique(self.images)) < self.topology.device_count:
                 raise UnfoldableError("gradients are clipped by a norm that idle devices wait for, too")
@@ -205,7 +206,7 @@ class _Folding:
         represented = alike >= 0
         np.logical_or.at(between, alike[represented], self._between[represented])
         exact = not any(not box or (box[0][1] - box[0][0]) % len(self._represented.everyone(readers)) for box, readers in owned)
-        communication, links = FoldedCommunication(small, common), (local, alike, between)
+        communication, links = FoldedCommunication(small, common, tuple(every)), (local, alike, between)
         planned = builder, bool(owned), exact
         return Folding(self.graph, self.topology, self.copies, small, *planned, communication, *links, self._represented)
 
@@ -219,11 +220,10 @@ class _Folding:
         if any(_pattern(own) != _pattern(hosts[0]) for own in hosts):
             raise UnfoldableError(f"{len(self.images)} copies are spread over hosts in different ways")
 
-    def _common_groups(self, sums: Sums) -> list[tuple[int, ...]]:
-        """Distinct sets of devices, of both copies, that take part in a common sum."""
+    def _common_groups(self, groups: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        """Sets of devices, of both copies, that take part in a common sum."""
         first = set(self.images[0].tolist())
         own = {i for i, device in enumerate(self.copies.devices) if device in first}
-        groups = dict.fromkeys([cell[1] for _, cell in sums.regions] + [*sums.groups])
         return [group for group in groups if own.intersection(group) and own.union(group) != own]
 
     def _route(self, source_copy: int, target_copy: int) -> tuple[int, ...]:

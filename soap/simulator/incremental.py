@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable
 
-import numpy as np
-
 from soap.plan.compression.training import PlannedTraining
 from soap.simulator.compiled.machine_code import ENGINE
 from soap.simulator.compiled.memory_tables import FITS, UNLIKELY
@@ -16,15 +14,14 @@ from soap.simulator.drawn_times import replayed_times_ns
 from soap.simulator.draws import Draws, cost_ns
 from soap.simulator.engine import Engine
 from soap.simulator.folded import FoldedSimulation
-from soap.simulator.folded_prices import FoldedCosts
+from soap.simulator.folded_bound import folded_engine, most_overflow_bytes
 from soap.simulator.folding import Folding
 from soap.simulator.memory.bound import MemoryBound
 from soap.simulator.memory.hosts import hosts_may_lack
 from soap.simulator.shared import Shared
-from soap.simulator.simulate import CACHED_STRATEGIES, REFUSED_BYTES, Simulation, Simulator, is_large, is_planned
+from soap.simulator.simulate import CACHED_STRATEGIES, REFUSED_BYTES, REST, Simulation, Simulator, is_large, is_planned
 from soap.strategy.classical import CLASSICAL
 from soap.strategy.config import OpConfig, Strategy, SyncConfig
-from soap.strategy.fields import STRATEGY_FIELDS
 
 MOST_CHANGES = 16
 """A strategy that differs from the one an engine holds in more operators and parameters than this is lowered from scratch."""
@@ -34,7 +31,7 @@ AMPLE = 3
 buffers, come on top of those needs."""
 
 PREFETCH = "prefetch"
-LOADED = tuple(field.name for field in STRATEGY_FIELDS if field.name != PREFETCH)
+LOADED = tuple(name for name in REST if name != PREFETCH)
 """What no proposal changes of a strategy."""
 
 Change = tuple[str, OpConfig | SyncConfig | int]
@@ -170,11 +167,8 @@ class IncrementalSimulator:
         return max((holder.least_overflow_bytes(strategy) for holder in self._engines), default=0)
 
     def outcome(self, strategy: Strategy) -> Simulation | FoldedSimulation | None:
-        """The full outcome, folded if the strategy is large; None if it then cannot be folded: to play all of it takes minutes."""
-        if not is_large(strategy):
-            return self._simulator.run(strategy)
-        folded = self._simulator.run_folded(strategy)
-        return None if isinstance(folded, str) else folded
+        """As ``Simulator.outcome``."""
+        return self._simulator.outcome(strategy)
 
     def engine_for(self, strategy: Strategy) -> Engine | None:
         """An engine of its own that holds this strategy, simulated; None if the strategy is so large that it is folded."""
@@ -217,9 +211,7 @@ class IncrementalSimulator:
             folded = simulator.run_folded(strategy)
             assert not isinstance(folded, str)
             return folded.makespan_ns if self.draws is None else cost_ns(replayed_times_ns(folded, self.draws), self.draws.risk)
-        costs = FoldedCosts(simulator.graph, simulator.costs)
-        engine = Engine(folding.copies.graph, folding.topology, costs, folding.communication, training=simulator.training)
-        engine.load(folding.copies.strategy)
+        engine = folded_engine(folding, simulator.costs)
         if strategy.microbatches > 1:
             self._note_lacking(strategy, most_overflow_bytes(folding, engine, simulator.optimizer_states))
         return engine.play()
@@ -334,18 +326,3 @@ class _Holder:
         if held.prefetch != strategy.prefetch:
             found.append((PREFETCH, strategy.prefetch))
         return found
-
-
-def most_overflow_bytes(folding: Folding, engine: Engine, optimizer_states: int) -> int:
-    """Bytes by which upper bounds exceed the devices' memory, in all copies; 0 if everything certainly fits. Devices that no copy uses hold
-    the batch alone, as others do. ``engine``: holds the two copies."""
-    images = folding.copies.images
-    limits = np.array(folding.whole.memory_limits)[images]
-    limits[1] = limits[1:].min(axis=0)  # it stands for all the others
-    places = np.searchsorted(folding.copies.devices, images[:2])
-    by_device = dict(zip(places.ravel().tolist(), limits[:2].ravel().tolist(), strict=True))
-    bound = MemoryBound(engine, [by_device[device] for device in range(len(by_device))], optimizer_states)
-    lacking = bound.most_overflow_bytes()
-    assert lacking is not None  # neither servers nor what hosts keep is folded
-    first, other = lacking[places].sum(axis=1).tolist()
-    return int(first + (folding.count - 1) * other)

@@ -31,8 +31,8 @@ from itertools import pairwise
 
 from soap.cluster.topology import Topology
 from soap.model.regions import Box
+from soap.plan.delivery import box_bytes, exchange_rounds, partial_bytes, reduced_tensor, scatter_rounds
 from soap.plan.division import weights_name
-from soap.plan.flows import box_bytes, exchange_rounds, partial_bytes, reduced_tensor, scatter_rounds
 from soap.plan.pass_order import Pass
 from soap.plan.places import PlanPlaces
 from soap.plan.plan import (

@@ -217,9 +217,20 @@ class Simulator:
         return Simulation(plan, tasks, simulate(tasks), self.optimizer_states)
 
     def predict(self, strategy: Strategy) -> Simulation | FoldedSimulation:
-        """The full outcome, folded if the strategy has at least ``MANY_TILES`` tiles and can be folded."""
-        folded = self.run_folded(strategy) if is_large(strategy) else ""
+        """The full outcome, folded if the strategy has at least ``MANY_TILES`` tiles and can be folded, or nearly so: then times and memory
+        may be above those of all devices, by little."""
+        folded = self._folded_or_nearly(strategy) if is_large(strategy) else ""
         return self.run(strategy) if isinstance(folded, str) else folded
+
+    def _folded_or_nearly(self, strategy: Strategy) -> FoldedSimulation | str:
+        """The full outcome from two copies that are equal, or else nearly so; or why that cannot be."""
+        folded = self.run_folded(strategy)
+        return self.run_folded(strategy, nearly=True) if isinstance(folded, str) else folded
+
+    def outcome(self, strategy: Strategy) -> Simulation | FoldedSimulation | None:
+        """``predict``; None if the strategy is large and cannot be folded: to play all of it takes minutes."""
+        folded = self._folded_or_nearly(strategy) if is_large(strategy) else self.run(strategy)
+        return None if isinstance(folded, str) else folded
 
     def run_folded(self, strategy: Strategy, *, nearly: bool = False) -> FoldedSimulation | str:
         """The full outcome from two of many equal copies, or the reason why it cannot be folded, in one line. Keeps the last answers.
@@ -308,6 +319,8 @@ class Simulator:
 
     def _folded_memory(self, strategy: Strategy) -> FoldedSimulation | str:
         """A strategy folded, if that answers questions of memory sooner; else why not."""
+        if is_large(strategy):
+            return self._folded_or_nearly(strategy)
         return self.run_folded(strategy) if tile_count(strategy) >= FOLDED_TILES else "it has few tiles"
 
     def _lacking_on_hosts(self, plan: Plan) -> int:
@@ -331,12 +344,12 @@ class Simulator:
         configs = tuple(strategy.operators.get(op.name) for op in self.graph.operators)
         syncs = tuple(strategy.sync(name) for name in self._parameters)
         unknown = tuple(sorted(strategy.parameters.keys() - self._parameters.keys()))
-        values = (getattr(strategy, name) for name in _REST)
+        values = (getattr(strategy, name) for name in REST)
         rest = (tuple(sorted(own.items())) if isinstance(own, Mapping) else own for own in values)
         return configs, len(strategy.operators), syncs, unknown, *rest
 
 
-_REST = tuple(field.name for field in fields(Strategy) if field.name not in ("operators", "parameters"))
+REST = tuple(field.name for field in fields(Strategy) if field.name not in ("operators", "parameters"))
 """Fields of a strategy that are in ``Simulator.key`` as they are. Operators and parameters are, too, in the graph's order."""
 
 

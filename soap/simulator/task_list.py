@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from soap.plan.collectives import Flow, busiest_messages, flow_links
-from soap.plan.flows import Round
+from soap.plan.delivery import Round
 from soap.plan.syncs.even_parts import Collective
 from soap.simulator.chunks import chunk_count, parts, shortest_chunk_ns
 from soap.simulator.communication.prices import Communication

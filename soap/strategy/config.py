@@ -12,8 +12,8 @@ from types import MappingProxyType
 from typing import Any, Self
 
 from soap.errors import StrategyError
+from soap.model.batch import MAX_MICROBATCHES, MicroBatches
 from soap.model.graph import KEEP_STATE, LOCAL_BATCH_NORM, NEXT_STATE, Operator, OperatorGraph
-from soap.model.micro_batches import MAX_MICROBATCHES, MicroBatches
 from soap.model.regions import proportional
 from soap.schedules.named import parse
 from soap.strategy import consistency as consistencies
@@ -154,7 +154,7 @@ class Strategy:
     """{operator name: OpConfig} and {parameter name: SyncConfig}; parameters without an entry use the default SyncConfig.
 
     ``prefetch``: of values that readers have only for their uses, how many groups may be gathered while an earlier one is used.
-    ``microbatches``: in how many parts along the samples each device runs a step (``soap.model.micro_batches``). ``stages``: by the name of
+    ``microbatches``: in how many parts along the samples each device runs a step (``soap.model.batch``). ``stages``: by the name of
     the operator that it begins with, a chunk of a pipeline (``soap.strategy.stages``). ``schedule``: the order in which devices run the
     passes of micro-batches, such as ``1f1b`` or ``interleaved:2`` (``soap.schedules.named``); None: one micro-batch after the other, or all
     together through operators that need several of them. ``consistency``: how far the tiles of the samples may be apart, each a worker with

@@ -12,7 +12,7 @@ from dataclasses import MISSING, Field, dataclass, fields
 from typing import Any
 
 from soap.errors import StrategyError
-from soap.model.micro_batches import MAX_MICROBATCHES
+from soap.model.batch import MAX_MICROBATCHES
 from soap.schedules.table import MOST_CHUNKS
 from soap.strategy import workers
 from soap.strategy.compression import read_settings, said_settings, settings_schema, written_settings

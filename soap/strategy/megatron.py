@@ -7,16 +7,17 @@ layers are split by vocabulary. Cheap operators between such parts are repeated 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
 
 from soap.cluster.topology import Topology
 from soap.errors import StrategyError
-from soap.model.batch import sample_factor
+from soap.model.batch import MicroBatches, sample_factor
 from soap.model.graph import OperatorGraph
-from soap.model.micro_batches import MicroBatches
 from soap.strategy.config import OpConfig, Strategy, settled
 from soap.strategy.grids import device_order, fill, grouped, shared, tensor_parallel_width
 from soap.strategy.sequences import SequenceSplits
+from soap.strategy.stages import stages_of
 from soap.strategy.tensor_parallel_chains import Chain, dense, find_chains, table
 
 CHEAP_FLOPS_PER_ELEMENT = 64
@@ -47,18 +48,43 @@ def hybrid(graph: OperatorGraph, topology: Topology, *, tensor: int, pipeline: i
 
     StrategyError if the number of devices is not a multiple of that, or there are more stages than operators.
     """
-    if tensor < 1 or pipeline < 1 or len(topology.workers) % (tensor * pipeline):
-        raise StrategyError(
-            f"{len(topology.workers)} devices in groups of {tensor} and {pipeline} stages; expected a divisor of the number of devices"
-        )
-    if pipeline > len(graph.operators):
-        raise StrategyError(f"{pipeline} stages for {len(graph.operators)} operators; expected no more stages than operators")
+    _require_groups(graph, topology, tensor, pipeline)
     blocks = balanced_blocks(operator_work(graph), pipeline)
     for chain in find_chains(graph):
         first = blocks[min(chain.factors)]
         for i in chain.factors:
             blocks[i] = first
     return staged(graph, topology, blocks, copied_stages(topology, tensor=tensor, pipeline=pipeline), tensor=tensor)
+
+
+def three_dimensional(graph: OperatorGraph, topology: Topology, *, tensor: int, pipeline: int, microbatches: int = 1) -> Strategy:
+    """``hybrid`` as a pipeline that micro-batches pass by 1F1B: what an operator reads is in its own stage or in one before it.
+    ``microbatches``: as in ``staged``. StrategyError as from ``hybrid``."""
+    _require_groups(graph, topology, tensor, pipeline)
+    blocks, chains, before = balanced_blocks(operator_work(graph), pipeline), find_chains(graph), list[int]()
+    while blocks != before:
+        before = list(blocks)
+        for chain in chains:
+            first = min(blocks[i] for i in chain.factors)
+            for i in chain.factors:
+                blocks[i] = first
+        for i in reversed(range(len(blocks))):
+            for operand in graph.operators[i].inputs:
+                if operand.tensor in graph.producers:
+                    maker = graph.producers[operand.tensor][0]
+                    blocks[maker] = min(blocks[maker], blocks[i])
+    groups = copied_stages(topology, tensor=tensor, pipeline=pipeline)
+    strategy = staged(graph, topology, blocks, groups, tensor=tensor, microbatches=microbatches)
+    return replace(strategy, stages=stages_of(graph, blocks), schedule="1f1b")
+
+
+def _require_groups(graph: OperatorGraph, topology: Topology, tensor: int, pipeline: int) -> None:
+    if tensor < 1 or pipeline < 1 or len(topology.workers) % (tensor * pipeline):
+        raise StrategyError(
+            f"{len(topology.workers)} devices in groups of {tensor} and {pipeline} stages; expected a divisor of the number of devices"
+        )
+    if pipeline > len(graph.operators):
+        raise StrategyError(f"{pipeline} stages for {len(graph.operators)} operators; expected no more stages than operators")
 
 
 def copied_stages(topology: Topology, *, tensor: int, pipeline: int) -> list[tuple[int, ...]]:

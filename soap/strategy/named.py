@@ -19,13 +19,14 @@ from soap.strategy.config import Strategy
 from soap.strategy.consistency import ASYNC, BOUNDED, parse
 from soap.strategy.grids import tensor_parallel_width
 from soap.strategy.kept import away
+from soap.strategy.megatron import three_dimensional
 from soap.strategy.ralp import RALP
 from soap.strategy.recomputation import in_micro_batches, recomputed, selectively_recomputed
 from soap.strategy.served import SERVED
 from soap.strategy.sync import offloaded, shares_in_hosts
 from soap.strategy.uneven import by_speed
 
-JOIN, WIDTH = "+", ":"
+JOIN, WIDTH, STAGES = "+", ":", "x"
 DATA_PARALLEL, MEGATRON, PIPELINE = "data_parallel", "megatron", "pipeline"
 """``PIPELINE``: the best of the pipelines that rough costs find promising."""
 SIMULATED = (PIPELINE, RALP)
@@ -107,8 +108,10 @@ def check_name(name: str) -> None:
     """StrategyError in one line if no strategy has this name."""
     first, *rest = name.split(JOIN)
     base, found, width = first.partition(WIDTH)
-    if found and (base not in (MEGATRON, RALP, *SERVED) or not _is_count(width)):
-        wanted = f"{MEGATRON}{WIDTH}N, in groups of N devices, {RALP}{WIDTH}N, or {_counted()}"
+    counts = width.split(STAGES) if base == MEGATRON else [width]
+    if found and (base not in (MEGATRON, RALP, *SERVED) or len(counts) > 2 or not all(map(_is_count, counts))):
+        groups = f"{MEGATRON}{WIDTH}N, in groups of N devices, {MEGATRON}{WIDTH}N{STAGES}P, in P stages of these"
+        wanted = f"{groups}, {RALP}{WIDTH}N, or {_counted()}"
         raise StrategyError(f"strategy {name[:80]!r}: {first[:80]!r}; expected {wanted}")
     if base not in (*NAMED, *SIMULATED, *SERVED):
         near = did_you_mean(base, (*NAMED, *SIMULATED, *SERVED))
@@ -127,7 +130,8 @@ def forms() -> str:
     """All that ``check_name`` accepts, in words."""
     stale = f"{_counted()}, stale with {JOIN}{ASYNC} or {JOIN}{BOUNDED}D behind it"
     return (
-        f"{', '.join((*NAMED, *SIMULATED))}; {MEGATRON}{WIDTH}N (in groups of N devices); {RALP}{WIDTH}N (on N devices of servers); "
+        f"{', '.join((*NAMED, *SIMULATED))}; {MEGATRON}{WIDTH}N (in groups of N devices); {MEGATRON}{WIDTH}N{STAGES}P (in P "
+        f"stages of such groups, by 1F1B); {RALP}{WIDTH}N (on N devices of servers); "
         f"{stale}; with {JOIN}{f' or {JOIN}'.join(ADDED)} or {JOIN}{MICRO_BATCHES}{WIDTH}N (in N parts of the samples) behind it"
     )
 
@@ -157,6 +161,10 @@ def named(name: str, graph: OperatorGraph, topology: Topology, found_one: Strate
         strategy = found_one
     elif base in SERVED:
         strategy = SERVED[base](graph, topology, int(width) if found else None)
+    elif STAGES in width:
+        tensor, stages = map(int, width.split(STAGES))
+        parts = next((int(added.partition(WIDTH)[2]) for added in rest if added.startswith(MICRO_BATCHES)), 1)
+        strategy = three_dimensional(graph, topology, tensor=tensor, pipeline=stages, microbatches=parts)
     else:
         strategy = hybrid(graph, topology, tensor=int(width)) if found else NAMED[base](graph, topology)
     for added in rest:
@@ -209,7 +217,7 @@ def is_simulated(name: str) -> bool:
 def base_of(name: str) -> tuple[str, int | None]:
     """What stands first in a legal name, and the number behind it."""
     base, found, count = name.split(JOIN)[0].partition(WIDTH)
-    return base, int(count) if found else None
+    return base, int(count.partition(STAGES)[0]) if found else None
 
 
 def on_top(name: str, added: str) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from soap.cluster.topology import Topology
 from soap.errors import StrategyError
 from soap.model.graph import OperatorGraph
-from soap.strategy.config import Strategy, settled, settled_config
+from soap.strategy.config import Strategy, settled
 from soap.strategy.grids import device_order, fill
 from soap.strategy.sync import fitted, usual_server
 
@@ -35,14 +35,6 @@ def front_parameters(graph: OperatorGraph, cut: int) -> tuple[str, ...]:
     """The trainable parameters that some operator before the cut uses."""
     trainable = [tensor.name for tensor in graph.parameters if tensor.requires_grad]
     return tuple(name for name in trainable if any(position < cut for position, _ in graph.parameter_users.get(name, ())))
-
-
-def crossing(graph: OperatorGraph, cut: int) -> tuple[str, ...]:
-    """The activations that are made before the cut and read behind it, each once, also those that a residual connection carries past other
-    operators. Without what only changed buffers are made of, which have places of their own."""
-    made = {out.tensor for op in graph.operators[:cut] for out in op.outputs}
-    read = {operand.tensor for op in graph.operators[cut:] if settled_config(op, 1) is None for operand in op.inputs}
-    return tuple(sorted(made & read))
 
 
 def tails(topology: Topology, count: int | None = None) -> Sequence[tuple[int, ...]]:

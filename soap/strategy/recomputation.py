@@ -18,9 +18,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from soap.errors import StrategyError
+from soap.model.batch import MicroBatches
 from soap.model.graph import KEEP_STATE, NEXT_STATE, RECURRENT_KINDS, Operator, OperatorGraph
 from soap.model.layers import layers_of
-from soap.model.micro_batches import MicroBatches
 
 if TYPE_CHECKING:
     from soap.strategy.config import Strategy
@@ -91,7 +91,8 @@ def runs_of(graph: OperatorGraph) -> tuple[tuple[str, ...], ...]:
 
     A run ends where few bytes go on: at an operator behind which at most half as many bytes are still to be read as at most before it and
     behind it, from the last and to the next such low (in a transformer, each addition to the residual stream); of several in a repeated
-    layer, at the last one. That operator is in no run: so what it makes is kept, and the next run starts from there. Behind the last such
+    layer, at the last one. That operator is in no run: so what it makes is kept, and the next run starts from there. Nor are those in one
+    that make what is read behind it. Behind the last such
     place, lows need not be so deep: in convolutional networks what goes on is nearly as wide as what blocks make inside, but all that they
     make inside is several times as much. There runs end at those lows with which least is held (``_shallow_places``), without recurrent
     layers (``run_levels``). What follows the last end is no run, as the backward pass needs it at once. Chen et al., "Training deep nets
@@ -124,7 +125,9 @@ def _runs_and_light(graph: OperatorGraph) -> list[tuple[tuple[str, ...], tuple[s
     shallow = _shallow_places(graph, widths, last + 1)
     for position, op in enumerate(graph.operators):
         if position in deep or position in shallow:
-            before = [name for name in current if position in shallow and _last_reader(graph, name) > position]
+            before = [name for name in current if _last_reader(graph, name) > position]
+            if position in deep:  # the first to go back may read it, and would need all of the run then: a router's loss
+                current, before = [name for name in current if name not in before], []
             found.append((tuple(current), (*before, op.name) if op.name in own else tuple(before)))
             current = []
         elif op.name in own and not (position > last and op.kind in RECURRENT_KINDS):

@@ -2,12 +2,23 @@
 
 A training step is then a list of calls on tensors in numbered places. If a call's operands are whole tensors it is the plain ATen call,
 so that a tile that holds everything costs no more than the model itself.
+
+*Narrow products*: a part of a sum is made in float32, because it may be far larger than the sum. To multiply in float32 for that takes a
+GPU many times as long as to multiply 16-bit operands: tensor cores add up in float32 anyway, and cuBLAS gives that out. CPUs have no such
+product; there operands are widened (``types.wide``). The results are the same but for the order of additions: products of 16-bit numbers
+are exact in float32. The gradient of a part is that of the rounded sum, in the type of the operands, so nothing is lost when it is narrowed
+again.
+
+*Look-ups*: a tile of a sparse parameter need not have its whole part of the table. It is computed in two steps. First its indices, from
+inputs that exist when a step begins. Then, when the rows have come, the call itself, with each index replaced by its row's place among
+them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,11 +29,130 @@ from soap.plan.tiling import Tile
 from soap.tracing.autocast import Autocast
 from soap.tracing.calls import Call, Ref, Value, argument, is_random, substitute, with_argument
 from soap.tracing.model import TileContext
-from soap.tracing.narrow_products import PRODUCTS, can_stay_narrow
+from soap.tracing.rules.linear import added_to_bias, first_bias
 from soap.tracing.rules.notation import Local, Maps, Tiled
 from soap.tracing.rules.random import seeded
-from soap.tracing.sparse_lookup import look_up, rows_asked_for
+from soap.tracing.trial_device import is_on_gpu, stands_for_gpu
 from soap.tracing.types import LOWER_TYPES, wide
+
+
+def rows_asked_for(local: Local, rule: Tiled) -> torch.Tensor:
+    """The different rows that a tile looks up of its part of the table, ascending; ModelError if the table has no such row.
+
+    The table itself is not needed.
+    """
+    indices = local.tensors[1] if rule.picks is None else rule.picks(local)
+    rows, (start, stop) = local.shapes[0][0], local.boxes[0][0]
+    found: torch.Tensor = torch.unique(_from_the_front(local, indices))
+    if found.numel() and not 0 <= (worst := _furthest(found)) < rows:
+        raise ModelError(f"{local.call.name} looks up row {worst} of a table of {rows} rows; expected 0 to {rows - 1}")
+    return found if (start, stop) == (0, rows) else found[(found >= start) & (found < stop)]
+
+
+def look_up(local: Local, rule: Tiled, rows: torch.Tensor) -> Any:
+    """The call's result for a tile whose table has just ``rows`` (ascending, all that it looks up among them)."""
+    table, indices, *others = local.tensors
+    if not len(rows):  # kernels want at least one row; nothing reads it
+        table = table.new_zeros((1, *table.shape[1:]))
+    count, entire = len(table), local.boxes[0][0] == (0, local.shapes[0][0])
+    indices = _from_the_front(local, indices)
+    places = torch.searchsorted(rows, indices.contiguous())
+    if len(rows):
+        places = torch.where(rows[places.clamp(max=count - 1)] == indices, places, count)
+    call = local.call
+    padding = argument(call, "padding_idx")
+    if padding is not None and padding >= 0:
+        place = int(torch.searchsorted(rows, padding))
+        if place == len(rows) or rows[place] != padding:
+            place = -1 if entire else count + 1
+            places = places if entire else torch.where(indices == padding, place, places)
+        call = with_argument(call, "padding_idx", place)
+    # Places behind the table stand for rows of other tiles; so it is no whole table then.
+    length = count if entire else count + 2
+    own = replace(
+        local,
+        call=call,
+        tensors=[table, places, *others],
+        boxes=[((0, count), *local.boxes[0][1:]), *local.boxes[1:]],
+        shapes=[(length, *local.shapes[0][1:]), *local.shapes[1:]],
+    )
+    return own.plain() if rule.run is None else rule.run(own)
+
+
+def _from_the_front(local: Local, indices: torch.Tensor) -> torch.Tensor:
+    """Subscripts with negative ones counted from the end."""
+    if local.call.kind != "index":
+        return indices
+    return torch.where(indices < 0, indices + local.shapes[0][0], indices)
+
+
+def _furthest(ascending: torch.Tensor) -> int:
+    """An index that is out of range, if there is one."""
+    first, last = int(ascending[0]), int(ascending[-1])
+    return first if first < 0 else last
+
+
+def can_stay_narrow(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether these are operands of one 16-bit type on a GPU."""
+    return is_on_gpu(tensors[0]) and tensors[0].dtype in LOWER_TYPES and len({tensor.dtype for tensor in tensors}) == 1
+
+
+def multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Product of two 16-bit matrices, or two batches of as many, in float32."""
+    if stands_for_gpu():
+        return a.new_empty((*a.shape[:-1], b.shape[-1]), dtype=torch.float32)
+    return (torch.mm if a.dim() == 2 else torch.bmm)(a, b, out_dtype=torch.float32)
+
+
+class _Product(torch.autograd.Function):
+    """``multiply``, which autograd does not know."""
+
+    @staticmethod
+    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(a, b)
+        return multiply(a, b)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        a, b = ctx.saved_tensors
+        narrow = gradient.to(a.dtype)
+        return (
+            narrow @ b.mT if ctx.needs_input_grad[0] else None,
+            a.mT @ narrow if ctx.needs_input_grad[1] else None,
+        )
+
+
+def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """``a @ b`` of 16-bit tensors in float32, as ``torch.matmul`` broadcasts. Both have two dimensions at least."""
+    if b.dim() == 2:
+        found: torch.Tensor = _Product.apply(a.reshape(-1, a.shape[-1]), b)  # type: ignore[no-untyped-call]
+        return found.view(*a.shape[:-1], b.shape[-1])
+    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])  # type: ignore[no-untyped-call]
+    wide_a, wide_b = (own.expand(*batch, *own.shape[-2:]).reshape(-1, *own.shape[-2:]) for own in (a, b))
+    found = _Product.apply(wide_a, wide_b)  # type: ignore[no-untyped-call]
+    return found.view(*batch, a.shape[-2], b.shape[-1])
+
+
+def _linear(local: Local) -> torch.Tensor:
+    (x, weight), bias = local.tensors[:2], first_bias(local)
+    found = product(x, weight.t())
+    return found if bias is None else found + bias
+
+
+def _matmul(local: Local) -> torch.Tensor | None:
+    a, b = local.tensors
+    return product(a, b) if min(a.dim(), b.dim()) > 1 else None
+
+
+def _addmm(local: Local) -> torch.Tensor:
+    _, a, b = local.tensors
+    return added_to_bias(local, product(a, b))
+
+
+PRODUCTS: Mapping[str, Callable[[Local], torch.Tensor | None]] = MappingProxyType(
+    {"linear": _linear, "matmul": _matmul, "mm": _matmul, "bmm": _matmul, "addmm": _addmm, "baddbmm": _addmm}
+)
+"""By kind of call: a part of a sum from operands that ``can_stay_narrow``; None if it has to be widened after all."""
 
 
 @dataclass(frozen=True, slots=True)

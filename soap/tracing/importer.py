@@ -28,11 +28,10 @@ from soap.tracing.found_later import footprints_later
 from soap.tracing.fuse import Fuser
 from soap.tracing.grouped import find_grouped_queries
 from soap.tracing.labels import batch_dimensions, gradients
-from soap.tracing.loss_terms import find_loss_terms
+from soap.tracing.loss_terms import find_loss_terms, own_labels
 from soap.tracing.masks import find_masks
 from soap.tracing.match import Group, compose, compose_all, simplified, unsplit
 from soap.tracing.naming import anchor, canonical_names, group_outputs, operator_names, tensor_names
-from soap.tracing.own_labels import own_labels
 from soap.tracing.reader import Reader
 from soap.tracing.reasons import no_rule, unsplit_dimensions
 from soap.tracing.row_counting import measured_by_examples

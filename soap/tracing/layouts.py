@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """One result. ``memory``: number of the operand whose memory it has, or -1 minus that of the results' own piece, of so many ``bytes``."""
+    """One result. ``memory``: number of the operand whose memory it has; below 0: a piece of the results' own, of so many ``bytes``."""
 
     memory: int
     bytes: int
@@ -29,7 +29,7 @@ def layouts_of(results: Sequence[torch.Tensor], operands: Sequence[torch.Tensor]
         memory, dtype = memories.setdefault(storage._cdata, (-1 - len(memories), result.dtype))
         if result.is_conj() or result.is_neg() or dtype != result.dtype or storage.nbytes() % result.itemsize:
             return None
-        found.append(Layout(memory, storage.nbytes(), result.dtype, tuple(result.shape), result.stride(), result.storage_offset()))
+        found.append(Layout(memory, storage.nbytes(), result.dtype, tuple(result.shape), result.stride(), int(result.storage_offset())))
     return tuple(found)
 
 

@@ -11,8 +11,11 @@ ray = pytest.importorskip("ray", reason="the extra 'elastic'")
 
 from ray import exceptions  # noqa: E402
 
-from soap.elastic.launcher import RESTARTS, Crew  # noqa: E402
-from soap.elastic.places import is_lost  # noqa: E402
+from soap.elastic.launcher import (  # noqa: E402
+    RESTARTS,
+    Crew,
+    is_lost,
+)
 
 
 class Machines:

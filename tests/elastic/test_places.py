@@ -10,8 +10,7 @@ import pytest
 
 from soap.elastic import launcher
 from soap.elastic.faults import ElasticError
-from soap.elastic.launcher import Pulse
-from soap.elastic.places import hosts, node
+from soap.elastic.launcher import Pulse, hosts, node
 
 
 def cluster(*addresses: str) -> Any:

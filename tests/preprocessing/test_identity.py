@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 
 from soap.preprocessing.container import PreprocessError
 from soap.preprocessing.engine import Options, run
-from soap.preprocessing.executors import InProcess
 from soap.preprocessing.inputs import find_units
 from soap.preprocessing.manager import Manager
-from soap.preprocessing.node import Node, NodesTogether
+from soap.preprocessing.node import InProcess, Node, NodesTogether
 from soap.preprocessing.spec import PRESETS, Spec, from_document
 from soap.preprocessing.work import Work
 from tests.preprocessing.reference import reference

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from soap.preprocessing.container import PreprocessError
-from soap.preprocessing.executors import Lost
 from soap.preprocessing.inputs import TSV, Unit
+from soap.preprocessing.node import Lost
 from soap.preprocessing.processes import Processes, _Worker
 from soap.preprocessing.spec import PRESETS
 from soap.preprocessing.work import INDEX, Task, Work

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from soap.errors import ProfileError
-from soap.measure.alpha_beta import fit
+from soap.measure.link_probes import fit
 
 SIZES = [2**k for k in range(8, 24, 2)]
 

@@ -15,8 +15,7 @@ from soap.errors import ProfileError, TopologyError
 from soap.measure import compute_rates, machine_cache, this_machine
 from soap.measure.compute_rates import Rates
 from soap.measure.link_probe import LinkRates, Probed
-from soap.measure.link_probes import LinkTiming, Operation, quick_probes
-from soap.measure.link_records import decode_timing, encode_timing
+from soap.measure.link_probes import LinkTiming, Operation, decode_timing, encode_timing, quick_probes
 from soap.measure.this_machine import measure_device, measured_local_topology, measured_topology, threads_per_process
 from soap.profiles.roofline import RooflineCosts
 from soap.profiles.spreads import KnownSpreads

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from soap.cluster.presets import preset
 from soap.cluster.topology import Topology
 from soap.errors import ProfileError, SoapWarning
-from soap.measure.link_probes import LinkTiming, Operation, Probe, probes_for
-from soap.measure.link_records import decode_timing, encode_timing
+from soap.measure.link_probes import LinkTiming, Operation, Probe, decode_timing, encode_timing, probes_for
 from soap.profiles import link_places as places_module
 from soap.profiles.entries import Entry, Timing, update_key
 from soap.profiles.exchange import export_profiles, import_profiles

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import soap
 from soap.runner import tuning
-from soap.runner.batches import joined
 from soap.runner.config import RunOption
+from soap.runner.runner import joined
 from soap.search.partition_tuning import choose
 from tests.autograd_functions import Reverse
 

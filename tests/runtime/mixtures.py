@@ -8,8 +8,8 @@ import random
 from dataclasses import dataclass
 
 from soap.cluster.topology import Topology
+from soap.model.batch import MicroBatches
 from soap.model.graph import OperatorGraph
-from soap.model.micro_batches import MicroBatches
 from soap.strategy.classical import NAMED, random_strategy
 from soap.strategy.config import Strategy
 from soap.strategy.recomputation import LIGHT, RECOMPUTED, repeatable, with_levels

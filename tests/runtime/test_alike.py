@@ -12,9 +12,8 @@ import torch.distributed as dist
 from soap.errors import RuntimeFailure
 from soap.runtime.alike import EACH, EVERY, HASHES, WORDS, hashed
 from soap.runtime.comm.position import HERE
-from soap.runtime.evaluation import mean_loss
 from soap.runtime.inputs import PartBatch
-from soap.runtime.trainer import Trainer
+from soap.runtime.trainer import Trainer, mean_loss
 from tests.graph_builder import mlp
 from tests.runtime.cases import optimizer
 from tests.runtime.handmade import HandModel

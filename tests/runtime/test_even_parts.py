@@ -15,7 +15,7 @@ from soap.plan.plan import Plan
 from soap.plan.syncs.even_parts import is_even, part_bytes
 from soap.plan.syncs.seam import method_for
 from soap.plan.syncs.sharing import owned_bytes
-from soap.runtime.comm import packing
+from soap.runtime.comm import parcels
 from soap.runtime.trainer import Trainer
 from soap.simulator.lowering import build_plan
 from soap.strategy.config import Strategy, SyncConfig
@@ -114,7 +114,7 @@ def called(path: str, strategy: Strategy, topology: Topology) -> tuple[dict[str,
 
     with pytest.MonkeyPatch.context() as patch:
         for name in counts:
-            patch.setattr(packing.dist, name, counted(name, getattr(packing.dist, name)))
+            patch.setattr(parcels.dist, name, counted(name, getattr(parcels.dist, name)))
         options = {"optimizer": OPTIMIZERS["momentum"], "dtype": torch.bfloat16, "device_kind": "cpu"}
         with Trainer(traced(path), (strategy, topology), **options) as trainer:  # type: ignore[arg-type]
             x, labels = batch_of("odd", 6, 0)

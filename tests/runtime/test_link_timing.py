@@ -8,7 +8,7 @@ import torch.distributed as dist
 from soap.cluster.presets import local_topology
 from soap.measure.link_probes import BLOCK_BYTES, COLD_PENALTIES, IN_STEPS, STEP_BYTES, LinkTiming, Operation, Probe
 from soap.measure.link_timing import LEAST_ROUNDS, STEPS, TURNS, chain_model, chain_strategy, measure_links
-from soap.plan.flows import exchange_rounds
+from soap.plan.delivery import exchange_rounds
 from soap.profiles.roofline import RooflineCosts
 from soap.simulator.lowering import build_plan, lower
 from soap.simulator.tasks import TaskKind

@@ -27,7 +27,7 @@ import soap
 from soap import api
 from soap.cluster.presets import local_topology
 from soap.cluster.topology import Topology
-from soap.model.micro_batches import MicroBatches
+from soap.model.batch import MicroBatches
 from soap.plan.running.forward_order import ExecutionOrder
 from soap.plan.syncs import large_parts
 from soap.runtime.sync import sharded

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from soap.cluster.presets import local_topology
+from soap.model.batch import MicroBatches
 from soap.model.graph import OperatorGraph
-from soap.model.micro_batches import MicroBatches
 from soap.plan.planning import build_plan
 from soap.runtime.check import CheckResult, check
 from soap.runtime.trainer import Trainer

@@ -11,8 +11,8 @@ import torch
 
 from soap.cluster.presets import local_topology
 from soap.errors import StrategyError
+from soap.model.batch import MicroBatches
 from soap.model.graph import OperatorGraph, TensorKind
-from soap.model.micro_batches import MicroBatches
 from soap.plan.planning import build_plan
 from soap.runtime.trainer import Trainer
 from soap.strategy.config import Strategy

@@ -15,7 +15,7 @@ from torch import nn
 from soap.cluster.presets import local_topology
 from soap.errors import RuntimeFailure
 from soap.model.graph import OperatorGraph
-from soap.plan.flows import box_bytes, partial_bytes, reduced_tensor
+from soap.plan.delivery import box_bytes, partial_bytes, reduced_tensor
 from soap.plan.planning import build_plan
 from soap.runtime.check import step_alone
 from soap.runtime.trainer import Trainer

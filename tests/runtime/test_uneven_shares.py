@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from soap.errors import StrategyError
+from soap.model.batch import MicroBatches
 from soap.model.graph import OperatorGraph
-from soap.model.micro_batches import MicroBatches
 from soap.strategy.classical import random_strategy
 from soap.strategy.config import OpConfig, Strategy, check_config, check_parts
 from soap.strategy.grids import sample_factor

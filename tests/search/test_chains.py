@@ -237,7 +237,8 @@ def test_nothing_fits() -> None:
         search(graph, cluster([2]), TileCosts(graph, device_bytes=500), SearchOptions(budget=20))
     assert str(info.value) == (
         "model 'layers' does not fit into the memory of cluster 'test': 100 B more needed than the 8.00 GiB available on 2 devices, in the "
-        "closest of 20 proposals and all starts; ways out: (1) more devices or devices with more memory, (2) a smaller batch, "
+        "closest of 20 proposals and all starts: data_parallel, lacks 100 B in all, 50 B a device; ways out: (1) more devices or devices "
+        "with more memory, (2) a smaller batch, "
         "(3) an optimizer that keeps fewer states, (4) a larger budget"
     )
     with pytest.raises(InfeasibleError, match=r"\(4\) syncs zero or fsdp, by which devices share states or values, \(5\) a larger"):

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from soap.cluster.topology import DeviceType, Topology
+from soap.model.batch import MicroBatches
 from soap.model.graph import OperatorGraph
-from soap.model.micro_batches import MicroBatches
 from soap.profiles.roofline import RooflineCosts
 from soap.schedules.in_flight import in_flight
 from soap.schedules.named import parse

@@ -49,6 +49,21 @@ def test_a_repeated_layer_is_one_run_and_what_goes_on_behind_it_is_all_that_is_k
     assert kept.isdisjoint(set().union(*inside)) and {f"{i}.add2" for i in range(3)} <= kept
 
 
+def test_what_is_read_behind_a_run_is_none_of_it() -> None:
+    """Else the loss of a mixture's routers, which goes back first, would need all runs at once."""
+    g = GraphBuilder("routed")
+    x, routes = g.input("x", 512, 8), []
+    for i in range(5):
+        y = g.linear(x, 256, name=f"{i}.up")
+        routes.append(g.linear(y, 8, name=f"{i}.route"))
+        x = g.linear(g.elementwise(y, name=f"{i}.act"), 8, name=f"{i}.down")
+    for i, own in enumerate(routes):
+        x = g.elementwise(x, own, name=f"add{i}")
+    graph = g.build(g.mean(x, name="mean"))
+    inside = {name for run in runs_of(graph) for name in run}
+    assert {f"{i}.act" for i in range(4)} <= inside and not any(name.endswith("route") for name in inside)
+
+
 def test_runs_end_between_blocks_though_these_are_hardly_wider_inside() -> None:
     graph = residual(8)
     assert len(runs_of(graph)) > 1

@@ -18,8 +18,8 @@ from soap.profiles.keys import TileKeys, tile_kind
 from soap.profiles.lookup import ProfiledCosts
 from soap.profiles.roofline import RooflineCosts
 from soap.profiles.scaled import ScaledCosts
+from soap.search.plot import draw, tornado
 from soap.search.sensitivity import MOST, PRECISION, Figure, Sensitivity, known_figures, sensitivities, turning_point, with_figure
-from soap.search.tornado import draw, tornado
 from soap.simulator.simulate import Simulator
 from soap.strategy.classical import CLASSICAL
 from soap.strategy.config import OpConfig

@@ -4,13 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from soap.cluster.topology import Topology
 from soap.errors import StrategyError
-from soap.model.graph import Footprint
+from soap.model.graph import Footprint, OperatorGraph
 from soap.search import starts
 from soap.search.starts import Start, narrowed, reference_strategies, starting_strategies, starts_of_chains
 from soap.simulator.memory.certain import certainly_lacks
-from soap.strategy.classical import CLASSICAL, data_parallel
+from soap.strategy.classical import CLASSICAL, data_parallel, fsdp
 from soap.strategy.config import OpConfig, Strategy
 from soap.strategy.named import saving_starts
 from soap.strategy.recomputation import recomputed
@@ -74,24 +73,31 @@ def test_where_data_parallelism_lacks_memory_what_saves_most_comes_first_and_wha
     monkeypatch.setattr(starts, "certainly_lacks", lambda graph, topology, own: not any(one.recompute for one in own.operators.values()))
     syncs = sync_choices(graph, topology, saving=True)
     found = starting_strategies(graph, topology, None, None, 0, syncs, list(saving_starts(topology)))
-    assert list(found) == ["data_parallel", "fsdp+recompute", "hsdp+recompute", "zero1", "fsdp", "hsdp"]  # of the last others are made
+    assert list(found) == ["data_parallel", "fsdp+recompute", "hsdp+recompute", "zero1", "fsdp", "hsdp"]  # others are made of the last
     asked = starting_strategies(graph, topology, ["megatron"], None, 0, syncs, ())
     assert list(asked) == ["data_parallel", "megatron"]
 
 
-def test_values_that_are_certainly_kept_at_once_are_counted_once_however_operators_are_cut() -> None:
+def test_what_is_certainly_there_when_the_loss_is_known() -> None:
     usual = mlp(64, (16, 32, 16))
     graph = replace(usual, footprints={op.name: (Footprint(0, 0, 0, frozenset({0})),) for op in usual.operators})
     topology, strategy = cluster([2]), data_parallel(usual, cluster([2]))
     kept = sum(graph.tensors[name].bytes for name in {op.inputs[0].tensor for op in graph.operators} if name in graph.producers)
+    values = sum(tensor.bytes for tensor in graph.parameters)
 
-    def limited(memory_bytes: int) -> Topology:
-        return replace(topology, limits=(memory_bytes // 2, memory_bytes - memory_bytes // 2))
+    def lacks(memory_bytes: int, strategy: Strategy, graph: OperatorGraph = graph) -> bool:
+        limited = replace(topology, limits=(memory_bytes // 2, memory_bytes - memory_bytes // 2))
+        return certainly_lacks(graph, limited, strategy)
 
-    assert certainly_lacks(graph, limited(kept - 1), strategy) and not certainly_lacks(graph, limited(kept), strategy)
-    assert not certainly_lacks(graph, limited(kept - 1), recomputed(graph, strategy, [graph.operators[1].name]))
-    assert not certainly_lacks(graph, limited(2), replace(strategy, microbatches=2))
-    assert not certainly_lacks(usual, limited(2), strategy)  # nobody knows what its operators keep
+    held = kept + 2 * values  # a copy on each device
+    assert lacks(held - 1, strategy) and not lacks(held, strategy)
+    assert not lacks(held - 1, recomputed(graph, strategy, [graph.operators[1].name]))
+    gathered = strategy.with_changes(parameters=fsdp(graph, topology).parameters)
+    assert lacks(kept - 1, gathered) and not lacks(kept, gathered)
+    assert lacks(2 * values - 1, strategy, usual) and not lacks(2 * values, strategy, usual)  # nobody knows what its operators keep
+    assert not lacks(2 * values, replace(strategy, microbatches=2)) and lacks(2 * values - 1, replace(strategy, microbatches=2))
+    alone = CLASSICAL["single_device"](graph, topology)
+    assert lacks(2 * (kept + values) - 2, alone) and not lacks(2 * (kept + values), alone)
 
 
 def test_narrowed_data_parallelism_uses_the_first_devices() -> None:

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from soap.cluster.topology import Topology
-from soap.model.batch import sample_factor
+from soap.model.batch import MicroBatches, sample_factor
 from soap.model.graph import FactorKind, OperatorGraph
-from soap.model.micro_batches import MicroBatches
 from soap.strategy.config import OpConfig, Strategy
 from soap.strategy.recomputation import LIGHT, RECOMPUTED, STAYS, refusal
 from soap.strategy.stages import chunks_of, stages_of_chunks

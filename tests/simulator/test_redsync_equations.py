@@ -21,7 +21,7 @@ from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
 from soap.plan.collectives import REDUCE_TRAFFIC
 from soap.plan.compression.seam import Exchange, layout_of
-from soap.plan.flows import Round
+from soap.plan.delivery import Round
 from soap.plan.plan import Plan, ShardSync, sync_name
 from soap.plan.syncs import compressed as planned
 from soap.plan.syncs.all_reduce import BucketedSum

@@ -12,7 +12,7 @@ from hypothesis import given
 from soap.cluster.topology import Topology
 from soap.model.graph import Footprint, OperatorGraph
 from soap.model.regions import Box, lengths
-from soap.plan.flows import box_bytes
+from soap.plan.delivery import box_bytes
 from soap.plan.memory_kinds import ALLOWANCE, MemoryKind
 from soap.plan.syncs import large_parts
 from soap.plan.syncs.parameter_server import METHOD

@@ -175,7 +175,8 @@ def test_each_further_layer_costs_as_many_looks_as_the_one_before(monkeypatch: p
     counts = []
     for layers in (2, 4, 6):
         looks.clear()
-        model = imported(Lambda(lambda self, x: self.net(x).mean(), net=nn.Sequential(*(Residual() for _ in range(layers)))), torch.ones(2, 4))
+        net = nn.Sequential(*(Residual() for _ in range(layers)))
+        model = imported(Lambda(lambda self, x: self.net(x).mean(), net=net), torch.ones(2, 4))
         counts.append((looks.count("uses"), looks.count("needs"), len(model.graph.operators)))
     (few, few_needs, few_operators), (some, some_needs, some_operators), (many, many_needs, many_operators) = counts
     assert many - some == some - few > 0

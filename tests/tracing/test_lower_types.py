@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from soap.plan.tiling import NARROW_PRODUCTS, tiles_of
 from soap.strategy.config import OpConfig
-from soap.tracing import narrow_products
+from soap.tracing import compiled
 from soap.tracing.execute import ExecutableModel
 from soap.tracing.importer import BatchNorm, import_program
 from soap.tracing.model import TileContext
@@ -302,7 +302,7 @@ def test_products_of_narrow_operands_give_what_widened_ones_give(dtype: torch.dt
         multiplied.append(a.shape)
         return a.float() @ b.float()
 
-    monkeypatch.setattr(narrow_products, "multiply", multiply)
+    monkeypatch.setattr(compiled, "multiply", multiply)
     monkeypatch.setattr("soap.tracing.compiled.can_stay_narrow", lambda tensors: len({tensor.dtype for tensor in tensors}) == 1)
     found, own = graded()
     assert len(multiplied) == 2 * sum(prod(configs[op.name].degrees) > 1 for op in model.graph.operators)
@@ -312,4 +312,4 @@ def test_products_of_narrow_operands_give_what_widened_ones_give(dtype: torch.dt
 
 
 def test_kinds_of_narrow_products_are_those_that_tiles_know() -> None:
-    assert set(narrow_products.PRODUCTS) == NARROW_PRODUCTS
+    assert set(compiled.PRODUCTS) == NARROW_PRODUCTS

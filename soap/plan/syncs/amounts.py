@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from soap.model.regions import Box
-from soap.plan.flows import Round, box_bytes, joined
+from soap.plan.delivery import Round, box_bytes, joined
 from soap.plan.plan import Plan, ShardSync
 from soap.plan.row_counts import DeviceLookups, row_bytes, touched_rows
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from soap.plan.flows import Round, joined
+from soap.plan.delivery import Round, joined
 from soap.plan.plan import Plan
 from soap.plan.syncs.amounts import INDEX_BYTES
 from soap.plan.syncs.seam import method_for

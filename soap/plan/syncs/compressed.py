@@ -18,7 +18,7 @@ from soap.model.graph import OperatorGraph
 from soap.model.regions import lengths
 from soap.plan.compression.seam import SUM_COPIES, Exchange, Layout, Work, joined, layout_of
 from soap.plan.compression.training import PlannedTraining
-from soap.plan.flows import Round
+from soap.plan.delivery import Round
 from soap.plan.memory_kinds import MemoryKind
 from soap.plan.plan import Plan, Shard, ShardSync, sync_name
 from soap.plan.syncs.amounts import COPIES, moving_rounds, reading_groups

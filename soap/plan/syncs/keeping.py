@@ -77,7 +77,7 @@ class Keeping:
         active = trainable and any(operator in self._graph.backward_operators for operator, _, _ in uses)
         return None if not active and (trainable or not used.contract.gathers_values) else used
 
-    def _of_hosts(self, readers: Sequence[int], sync: SyncConfig) -> Sequence[int]:
+    def _of_hosts(self, readers: tuple[int, ...], sync: SyncConfig) -> tuple[int, ...]:
         return self._leaders(readers) if sync.within == "host" else readers
 
     @staticmethod

@@ -6,7 +6,7 @@ Only the others pass through buffers.
 
 from __future__ import annotations
 
-from soap.plan.flows import box_bytes
+from soap.plan.delivery import box_bytes
 from soap.plan.plan import Plan, ReadRegion, ShardSync
 from soap.plan.syncs.bucketing import gradient_bytes, shard_bytes
 from soap.plan.syncs.even_parts import is_even

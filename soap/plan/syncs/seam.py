@@ -16,7 +16,7 @@ from typing import Literal
 from soap.model.graph import OperatorGraph
 from soap.model.regions import Box
 from soap.plan.compression.seam import Layout, Work
-from soap.plan.flows import Round, box_bytes
+from soap.plan.delivery import Round, box_bytes
 from soap.plan.memory_kinds import MemoryKind
 from soap.plan.placement import owner_of
 from soap.plan.plan import Plan, Shard, ShardSync

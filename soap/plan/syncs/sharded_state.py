@@ -16,7 +16,7 @@ from itertools import product
 
 from soap.model.graph import OperatorGraph
 from soap.model.regions import Box
-from soap.plan.flows import box_bytes
+from soap.plan.delivery import box_bytes
 from soap.plan.memory_kinds import MemoryKind
 from soap.plan.placement import cut_rows
 from soap.plan.plan import Plan, Shard, ShardSync, sync_name, update_name

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from soap.plan.flows import box_bytes
+from soap.plan.delivery import box_bytes
 from soap.plan.plan import Plan, ShardSync
 from soap.plan.syncs.amounts import Group
 

@@ -10,7 +10,7 @@ import torch
 from soap.errors import RuntimeFailure
 from soap.model.graph import Operator, TensorKind
 from soap.model.regions import Box, lengths, relative, volume, whole
-from soap.plan.flows import reduced_tensor
+from soap.plan.delivery import reduced_tensor
 from soap.plan.plan import forward_name, local_pieces
 from soap.plan.running.activity import ValueKey
 from soap.plan.tiling import Tile

@@ -27,8 +27,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from soap.plan.delivery import reduced_tensor
 from soap.plan.division import weights_name
-from soap.plan.flows import reduced_tensor
 from soap.plan.offloading import come_back_with
 from soap.plan.plan import (
     Plan,

@@ -12,8 +12,8 @@ import torch
 
 from soap.model.dtypes import is_differentiable
 from soap.model.regions import Box, lengths
+from soap.plan.delivery import reduced_tensor
 from soap.plan.departures import PASSES_UNDER_WAY, Route
-from soap.plan.flows import reduced_tensor
 from soap.plan.plan import Reduction
 from soap.plan.running.activity import ValueKey
 from soap.runtime.comm.assembling import cut

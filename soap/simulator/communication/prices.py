@@ -40,6 +40,8 @@ class Communication:
         self._parted: dict[tuple[int, ...], tuple[AllReduceOption, ...]] = {}
         self._exchanges: dict[tuple[tuple[Flow, ...], int, float | None], int] = {}
         self._ports = {port.link: port for port in topology.ports}
+        self.groups: Sequence[tuple[int, ...]] = ()
+        """Sets of devices, ascending, whose sums are going to be asked for, if that is known."""
 
     @property
     def hash(self) -> str:

@@ -34,6 +34,8 @@ class DeviceGroups:
             np.array([(0, 0), *cold.points_behind(message=message)], np.int64).ravel() for message in (False, True)
         )
         self._arrays: Groups | None = None
+        for devices in communication.groups:
+            self.add(devices)
 
     def add(self, devices: tuple[int, ...]) -> None:
         """Add a set of devices, ascending, for sums; or, behind their number as a mark, devices that gather and scatter equal parts."""

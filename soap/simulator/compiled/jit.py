@@ -27,7 +27,8 @@ class Compiled:
         from numba import njit  # takes half a second, and only who compiles needs it
 
         options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "_nrt": False, "forceinline": self._inline}
-        return njit(self.py_func, **options, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+        options |= {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+        return njit(**options)(self.py_func)
 
     @property
     def _numba_type_(self) -> Any:

@@ -14,8 +14,8 @@ import pickletools
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,11 +30,21 @@ from soap.files import cache_folder, write_bytes_atomically
 from soap.simulator.compiled.handles import structures
 from soap.simulator.compiled.jit import Compiled
 
+try:
+    import fcntl
+except ImportError:  # not on every system
+    fcntl = None  # type: ignore[assignment]
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 PACKAGE = Path(__file__).parents[2]
 KINDS: dict[Any, Any] = {int: ctypes.c_int64, float: ctypes.c_double, bool: ctypes.c_uint8}
 """What entries take beside handles, and return."""
+
+COMPILED = re.compile(r"^@(\w+\.)?(compiled|inlined|entry)$", re.MULTILINE)
+"""Stands before functions that are compiled."""
+HOW = ("compiling.py", "handles.py", "jit.py", "machine_code.py", "numba_types.py", "world.py")
+"""Files beside this one that decide what compiled code is like."""
 
 RETURNED = 0
 """What compiled functions return by numba's convention if they raise nothing."""
@@ -74,9 +84,11 @@ class Library:
 
     @cached_property
     def sources(self) -> str:
-        """A hash of all that is compiled in: the modules, all compiled code of this package, and modules from which it has constants."""
-        files = {*PACKAGE.glob("*/compiled/**/*.py"), *(Path(str(spec.origin)) for name in self.modules if (spec := find_spec(name)))}
-        files |= {path for own in list(files) for path in _imported(own)}
+        """A hash of all that is compiled in: files of compiled functions in these modules and in this package, what these import from this
+        package (constants), and what says how to compile."""
+        known = {*PACKAGE.glob("*/compiled/**/*.py"), *(Path(str(spec.origin)) for name in self.modules if (spec := find_spec(name)))}
+        files = {path for path in known if COMPILED.search(path.read_text(encoding="utf-8"))}
+        files |= {path for own in list(files) for path in _imported(own)} | {Path(__file__).with_name(name) for name in HOW}
         return hashlib.sha256(b"\0".join(path.read_bytes() for path in sorted(files))).hexdigest()
 
     @cached_property
@@ -102,15 +114,19 @@ class Library:
     def _load(self) -> Any:
         llvm.initialize_native_target()
         llvm.initialize_native_asmprinter()
-        code = None
-        with suppress(OSError):
-            code = self.path.read_bytes() if self.path is not None else None
+        code = self._kept()
         if code is None:
-            code = self._make()
+            with _alone(self.path):
+                code = self._kept() or self._make()
         engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), llvm.Target.from_default_triple().create_target_machine())
         engine.add_object_file(llvm.ObjectFileRef.from_data(code))
         engine.finalize_object()
         return engine
+
+    def _kept(self) -> bytes | None:
+        with suppress(OSError):
+            return None if self.path is None else self.path.read_bytes()
+        return None
 
     def _make(self) -> bytes:
         command = [sys.executable, "-m", "soap.simulator.compiled.compiling", *self.modules]
@@ -118,10 +134,21 @@ class Library:
         if done.returncode:
             raise SoapError(f"the simulator cannot be compiled: {done.stderr.decode(errors='replace').strip()[-2000:]}")
         if self.path is not None:
-            with suppress(OSError, SoapError):
-                self.path.parent.mkdir(parents=True, exist_ok=True)
+            with suppress(SoapError):
                 write_bytes_atomically(self.path, done.stdout)
         return done.stdout
+
+
+@contextmanager
+def _alone(path: Path | None) -> Iterator[None]:
+    """Within this context no other process makes this file: who comes later waits. Where files cannot be locked, each makes its own."""
+    with ExitStack() as held:
+        with suppress(OSError):
+            if path is not None and fcntl is not None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                lock = held.enter_context(path.with_suffix(".lock").open("ab"))
+                fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _imported(path: Path) -> Iterable[Path]:

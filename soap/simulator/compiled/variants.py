@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from soap.model.micro_batches import MicroBatches
+from soap.model.batch import MicroBatches
 from soap.model.regions import Box, volume
 from soap.simulator.compiled.graph_arrays import Ints, LongRows, Longs
 from soap.simulator.compiled.growing import Growing, are_same

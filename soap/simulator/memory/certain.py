@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import chain
+from math import prod
 
 from soap.cluster.topology import Topology
 from soap.model.graph import DimMap, Operand, Operator, OperatorGraph, TensorKind
-from soap.strategy.config import Strategy
+from soap.strategy.config import OpConfig, Strategy
+from soap.strategy.recomputation import LIGHT
 
 
 def with_backward(graph: OperatorGraph) -> frozenset[int]:
@@ -67,14 +69,35 @@ def keepers(graph: OperatorGraph) -> Mapping[int, frozenset[int]]:
 
 
 def certainly_lacks(graph: OperatorGraph, topology: Topology, strategy: Strategy) -> bool:
-    """Whether all devices together have less memory than the values take that are certainly kept at once: those of operators that are
-    neither recomputed nor offload, if there are no micro-batches, which may go back before others come. Found without a plan."""
-    if strategy.microbatches > 1:
-        return False
-    kept_bytes = 0
-    for position, places in keepers(graph).items():
+    """Whether the devices that compute have less memory together than what is certainly held at once when the loss is known: values of
+    parameters on all that read them, unless they are gathered; what operators keep that are neither recomputed nor offload; and the outputs
+    of those that run again but keep these. Nothing of activations if there are micro-batches, which may go back before others come. Found
+    without a plan."""
+    held_bytes, counted = 0, set[str]()
+    for op in graph.operators:
+        for operand in op.parameters:
+            if operand.tensor not in counted and not strategy.sync(operand.tensor).contract.gathers_values:
+                held_bytes += _spread_bytes(graph, op, operand, strategy.operators[op.name])
+                counted.add(operand.tensor)
+    certain = with_backward(graph) if strategy.microbatches == 1 else frozenset[int]()
+    for position in certain:
+        op = graph.operators[position]
+        if (config := strategy.operators[op.name]).recompute == LIGHT:
+            held_bytes += sum(_spread_bytes(graph, op, out, config) for out in op.outputs)
+    for position, places in keepers(graph).items() if certain else ():
         op = graph.operators[position]
         config, operands = strategy.operators[op.name], (*op.inputs, *op.parameters, *op.outputs)
         if not config.recompute and not config.offload:
-            kept_bytes += sum(graph.tensors[operands[place].tensor].bytes for place in places)
-    return kept_bytes > sum(topology.memory_limits)
+            always = frozenset.intersection(*(own.keeps for own in graph.footprints[op.name]))
+            for operand, spread in ((operands[place], place in always) for place in places):
+                held_bytes += _spread_bytes(graph, op, operand, config) if spread else graph.tensors[operand.tensor].bytes
+    used = {device for config in strategy.operators.values() for device in config.devices}
+    return held_bytes > sum(topology.memory_limits[device] for device in used)
+
+
+def _spread_bytes(graph: OperatorGraph, op: Operator, operand: Operand, config: OpConfig) -> int:
+    """Bytes of an operand's regions of all tiles together, at least; of an output one for each sum."""
+    parts = prod(config.degrees[place] for place in {dim.factor for dim in operand.dims} if place is not None)
+    factors = zip(config.degrees, op.factors, strict=True) if operand in op.outputs else ()
+    summed = prod(degree for degree, factor in factors if factor.summed)
+    return graph.tensors[operand.tensor].bytes * len(config.devices) // (parts * summed)

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from soap.model.regions import Box
-from soap.plan.flows import box_bytes, reduced_tensor
+from soap.plan.delivery import box_bytes, reduced_tensor
 from soap.plan.memory_kinds import MemoryKind
 from soap.plan.plan import Exchange, Message, Pattern, reduce_name, remote_parts
 from soap.plan.syncs.bucketing import sums_of_one

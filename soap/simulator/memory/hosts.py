@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from soap.cluster.topology import Topology
 from soap.model.graph import Operator, OperatorGraph
-from soap.plan.flows import box_bytes
+from soap.plan.delivery import box_bytes
 from soap.plan.plan import Plan
 from soap.plan.syncs.amounts import COPIES, COUNT_BYTES, INDEX_BYTES
 from soap.plan.syncs.seam import method_for

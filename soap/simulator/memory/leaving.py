@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from soap.model.regions import Box, volume
-from soap.plan.flows import box_bytes, partial_bytes
+from soap.plan.delivery import box_bytes, partial_bytes
 from soap.plan.plan import Exchange, Part, Pattern, Plan, Reduction, local_pieces, reduce_name, remote_parts
 from soap.simulator.memory.footprint import shares_of
 from soap.simulator.memory.ledger import Ledger

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from soap.model.regions import Box
-from soap.plan.flows import box_bytes
+from soap.plan.delivery import box_bytes
 from soap.plan.plan import Plan
 from soap.plan.row_counts import row_bytes, tile_lookups
 from soap.plan.syncs.gathering import most_gathered

@@ -22,7 +22,7 @@ from typing import NamedTuple
 from soap.cluster.topology import Topology
 from soap.model.graph import RECURRENT_KINDS, Operator, OperatorGraph, TensorKind
 from soap.model.regions import Box, Interval, in_one_piece, volume
-from soap.plan.flows import partial_bytes, reduced_tensor
+from soap.plan.delivery import partial_bytes, reduced_tensor
 from soap.plan.plan import Plan
 from soap.plan.samples import given_bytes
 from soap.plan.tiling import Tile, is_partial, is_window, made_bytes, windows

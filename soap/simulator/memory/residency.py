@@ -23,7 +23,7 @@ from collections.abc import Iterable, Sequence
 
 from soap.model.graph import TensorKind
 from soap.model.regions import Box, in_one_piece
-from soap.plan.flows import box_bytes, partial_bytes
+from soap.plan.delivery import box_bytes, partial_bytes
 from soap.plan.memory_kinds import ALLOWANCE as BEYOND
 from soap.plan.memory_kinds import MemoryKind
 from soap.plan.plan import ShardSync, update_name

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from soap.model.regions import Box, in_one_piece, lengths, volume
-from soap.plan.flows import box_bytes, partial_bytes, reduced_tensor
+from soap.plan.delivery import box_bytes, partial_bytes, reduced_tensor
 from soap.plan.plan import Exchange, Fetch, Message, Part, Pattern, Piece, Plan, local_pieces, remote_parts
 from soap.plan.syncs.bucketing import gradient_bytes
 from soap.plan.syncs.seam import method_for

@@ -1,4 +1,4 @@
-"""Bags of equally many rows of a table, as a call of our own (``soap.tracing.bags`` finds them). It keeps the dimension of the samples.
+"""Bags of equally many rows of a table, as a call of our own (``soap.tracing.causal`` finds them). It keeps the dimension of the samples.
 ``aten.embedding_bag`` has all indices in one row, and data says where a bag begins, so each of its tiles needs all indices."""
 
 from __future__ import annotations

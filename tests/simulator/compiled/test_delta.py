@@ -17,7 +17,7 @@ from soap.model.sparse_access import scaled
 from soap.plan.compression.training import PLAIN, PlannedTraining
 from soap.profiles.roofline import RooflineCosts
 from soap.simulator import chunks
-from soap.simulator.compiled.task_keys import FORWARD, task_key
+from soap.simulator.compiled.task_keys import FORWARD
 from soap.simulator.draws import Draws, Risk
 from soap.strategy.classical import random_config
 from soap.strategy.config import OpConfig, Strategy, SyncConfig
@@ -27,7 +27,7 @@ from soap.strategy.recomputation import LIGHT, RECOMPUTED, STAYS, with_marks
 from soap.strategy.sync import SPARSE_ALL_GATHER, parameter_server
 from tests.extent import ALL, MANY, USUAL
 from tests.graph_builder import GraphBuilder, mlp
-from tests.simulator.compiled.agreement import reference_tasks, synchronized
+from tests.simulator.compiled.agreement import reference_tasks, synchronized, task_key
 from tests.simulator.compiled.walks import Edit, Walk, check, walks
 from tests.simulator.examples import ExampleSpreads, batch_split, beside_a_barrier
 from tests.strategies import CPU, cluster, mixed

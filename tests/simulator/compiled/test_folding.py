@@ -7,13 +7,13 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from soap.plan.compression.training import PLAIN, PlannedTraining
-from soap.simulator.compiled.task_keys import task_key
 from soap.simulator.engine import Engine
 from soap.simulator.folded_prices import FoldedCosts
 from soap.simulator.folding import fold
 from soap.simulator.lowering import lower
 from soap.simulator.reference import simulate
 from tests.extent import MANY
+from tests.simulator.compiled.agreement import task_key
 from tests.simulator.copied import Case, copied
 from tests.simulator.examples import LaunchedCosts
 

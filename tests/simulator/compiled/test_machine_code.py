@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from soap.errors import SoapError
+from soap.simulator.compiled import machine_code
 from soap.simulator.compiled.arrays import fill
 from soap.simulator.compiled.handles import blank, handle
 from soap.simulator.compiled.machine_code import Library
@@ -79,11 +81,11 @@ def test_they_are_compiled_once_for_the_same_sources(tmp_path: Path, monkeypatch
         made.append(command[-1])
         return CompletedProcess(command, 0, code, b"")
 
-    source = tmp_path / "module_of_one_constant.py"
+    source = tmp_path / "module_of_one_function.py"
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(subprocess, "run", run)
-    for text in ("ONE = 1", "ONE = 1", "ONE = 2"):
-        source.write_text(text)
+    for number in (1, 1, 2):
+        source.write_text(f"@compiled\ndef one(): return {number}")
         library = Library(source.stem)
         library.load()
         assert library.is_made
@@ -95,4 +97,14 @@ def test_a_failure_to_compile_is_told_in_one_line(monkeypatch: pytest.MonkeyPatc
     failed = CompletedProcess[bytes]([], 1, b"", b"numba: no\n")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
     with pytest.raises(SoapError, match=r"^the simulator cannot be compiled: numba: no$"):
-        Library("tests").load()
+        Library("tests.extent").load()
+
+
+def test_of_several_processes_one_compiles(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "library.o"
+    with machine_code._alone(path), path.with_suffix(".lock").open("ab") as other, pytest.raises(BlockingIOError):
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with machine_code._alone(path):  # given back
+        pass
+    with machine_code._alone(None), machine_code._alone(Path("/proc/nowhere/library.o")):
+        pass

@@ -17,9 +17,10 @@ from soap.profiles.roofline import RooflineCosts
 from soap.simulator import simulate as simulating
 from soap.simulator.compiled.memory_tables import FITS, UNKNOWN
 from soap.simulator.engine import Engine
+from soap.simulator.folded_bound import most_overflow_bytes
 from soap.simulator.folded_prices import FoldedCosts
 from soap.simulator.folding import fold
-from soap.simulator.incremental import IncrementalSimulator, most_overflow_bytes
+from soap.simulator.incremental import IncrementalSimulator
 from soap.simulator.lowering import PlanBuilder, build_plan, lower
 from soap.simulator.memory import bound
 from soap.simulator.memory.bound import MemoryBound

@@ -8,8 +8,8 @@ from typing import NamedTuple
 from hypothesis import strategies as st
 
 from soap.cluster.topology import Topology
+from soap.model.batch import MicroBatches
 from soap.model.graph import OperatorGraph
-from soap.model.micro_batches import MicroBatches
 from soap.plan.compression.training import PLAIN, PlannedTraining
 from soap.profiles.roofline import RooflineCosts
 from soap.simulator.compiled.events import NO_BOUND
