@@ -12,8 +12,8 @@ from contextlib import suppress
 from typing import Any
 
 import numpy as np
-from numba import (
-    carray,  # type: ignore[attr-defined]  # public, though its package does not say so
+from numba import (  # type: ignore[attr-defined]  # carray is public, though its package does not say so
+    carray,
     cfunc,
     njit,
     types,

@@ -30,10 +30,10 @@ from soap.simulator.compiled.pass_order import pass_tables, repeated
 from soap.simulator.compiled.played import PlayedTask, PlayedTasks, all_tasks, each_task
 from soap.simulator.compiled.rebuild import Held, lower_all
 from soap.simulator.compiled.scratch import FULL, make_scratch
-from soap.simulator.compiled.state import ARENA, SLOTS, Groups, ShardTables, State, make_state
+from soap.simulator.compiled.state import ARENA, SLOTS, State, make_state
 from soap.simulator.compiled.task_keys import STATE_FULL
 from soap.simulator.compiled.trial import Trial, make_trial
-from soap.simulator.compiled.variants import Variants, VariantTables
+from soap.simulator.compiled.variants import Variants
 from soap.simulator.compiled.world import World
 from soap.simulator.costs import CostModel
 from soap.simulator.draws import Draws
@@ -44,14 +44,6 @@ from soap.strategy.config import NOTHING, OpConfig, Strategy, SyncConfig, check_
 from soap.strategy.kept import mark_of, require_kept, with_mark
 from soap.strategy.shares import Shares
 from soap.strategy.stages import require_stages
-
-
-class Tables(NamedTuple):
-    """Parts of the world (``compiled.world``)."""
-
-    variants: VariantTables
-    shards: ShardTables
-    groups: Groups
 
 
 def read_config(held: OpConfig, split: tuple[tuple[int, ...], Shares], devices: Ints, replicas: int, mark: int) -> OpConfig:
@@ -130,8 +122,6 @@ class Engine:
         what training adds to compressed parameters. ``shared``: what other engines of these have; its own if None."""
         shared = shared or Shared(graph, topology, costs, training, communication)
         self.shared, self.graph, self.topology, self._orders = shared, graph, topology, Orders(graph)
-        self.choices: Mapping[str, Sequence[SyncConfig]] = {}
-        """Parameter -> the synchronizations that compiled code chooses from."""
         self._parts: dict[str, Any] = {}
         self._world: World | None = None
         self._graph, cluster = shared.graph_tables, shared.cluster_tables
@@ -331,14 +321,10 @@ class Engine:
         know stay as held. ``marked``: as in ``State``, ``KEEP`` for as held."""
         return read_config(self._configs[position], self.variants.split(variant), devices, int(replicas), int(marked))
 
-    def sync(self, parameter: str, code: int) -> SyncConfig:
-        """A parameter's synchronization from its number (see ``SyncCodes``)."""
-        return self.shared.codes.known_sync(code, self._syncs.get(parameter, SyncConfig()), self.choices.get(parameter, ()))
-
     def syncs(self, codes: Ints) -> dict[str, SyncConfig]:
         """Parameter -> its synchronization, where it differs from the default. ``codes[parameter]``: as in ``SyncCodes``."""
-        found = {tensor.name: self.sync(tensor.name, code) for tensor, code in zip(self.graph.parameters, codes.tolist(), strict=False)}
-        return {name: sync for name, sync in found.items() if sync != SyncConfig()}
+        known = self.shared.codes
+        return {tensor.name: known.sync(code) for tensor, code in zip(self.graph.parameters, codes.tolist(), strict=False) if code}
 
     def variant(self, position: int, degrees: tuple[int, ...], shares: tuple[tuple[int, ...], ...] = ()) -> int:
         """The number of an operator's variant. Compiled work that begins later knows the variant."""

@@ -93,12 +93,12 @@ class Contract:
     @property
     def in_buckets(self) -> bool:
         """Whether gradients of several regions travel together, dense or compressed alike."""
-        return self.payload in (DENSE, COMPRESSED) and not self.has_servers
+        return not self.by_rows and not self.has_servers
 
     @property
     def sums_in_place(self) -> bool:
         """Whether readers sum dense gradients in buffers that they keep from step to step."""
-        return self.payload == DENSE and self.in_buckets and not self.owned_in_parts
+        return self.in_buckets and not self.owned_in_parts and not self.compresses
 
     def serves(self, *, sparse: bool) -> bool:
         """Whether it can synchronize a parameter that is sparse, or dense."""

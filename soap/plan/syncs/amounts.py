@@ -49,8 +49,13 @@ class Amounts:
 
 def reading_groups(sync: ShardSync) -> list[Group]:
     """The readers in groups that push and pull together: each alone, or with local aggregation those of each host."""
+    return led_groups(sync.readers, sync.leaders)
+
+
+def led_groups(readers: Group, leaders: Group) -> list[Group]:
+    """These readers by their leaders."""
     together: dict[int, list[int]] = {}
-    for reader, leader in zip(sync.readers, sync.leaders, strict=True):
+    for reader, leader in zip(readers, leaders, strict=True):
         together.setdefault(leader, []).append(reader)
     return [tuple(readers) for readers in together.values()]
 

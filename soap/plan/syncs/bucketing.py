@@ -18,6 +18,11 @@ FIRST_BUCKET_BYTES = 2**20
 """Size of the first bucket, smaller so that sums begin early. DistributedDataParallel's default as well."""
 
 
+def usual_limits() -> tuple[int, int]:
+    """Bytes at which the first bucket closes, and each later one."""
+    return FIRST_BUCKET_BYTES, BUCKET_BYTES
+
+
 GATHER_BYTES = 25 * 2**20
 """Approximate size of a group of values that are gathered together: large enough that latencies do not count, and less than a block of a
 large model has."""
@@ -39,22 +44,22 @@ def make_buckets(
     tiles: Sequence[Tile],
     shards: Sequence[Shard],
     syncs: Sequence[ShardSync],
-    limits: tuple[int, int] | None = None,
+    limits: tuple[int, int],
     wrapped: Wrapped = USUAL,
 ) -> tuple[ShardSync, ...]:
     """Join synchronizations of one region each into buckets, in the order in which the backward pass completes their gradients.
 
     A region's gradient is complete once the lowest operator that uses it has run backward. So regions are taken by that operator's
     position, highest first, then by their first shard. Each joins the open bucket of its readers, their leaders, dtype, compression and
-    ``offload``. A bucket closes at ``BUCKET_BYTES``, the first one of these at ``FIRST_BUCKET_BYTES``; ``limits``: others than (first,
-    later). Those of a module that is ``wrapped`` have a bucket to themselves, which never closes. A region with a single reader gets a
-    bucket of its own, because nothing is sent. Frozen regions are taken by the lowest operator that reads them, in buckets of their own.
-    The result is ordered by the lowest operator that a bucket's regions need, highest first, then by the bucket's first shard.
+    ``offload``. ``limits``: the bytes at which the first of these closes, and each later one. Those of a module that is ``wrapped`` have a
+    bucket to themselves, which never closes. A region with a single reader gets a bucket of its own, because nothing is sent. Frozen
+    regions are taken by the lowest operator that reads them, in buckets of their own. The result is ordered by the lowest operator that a
+    bucket's regions need, highest first, then by the bucket's first shard.
 
     Bytes are those of gradients, however few of them travel. So buckets are complete at as many moments of the backward pass, and have as
     much to overlap with, whatever the density; a warm-up's denser messages travel in the same buckets.
     """
-    first_limit, limit = (FIRST_BUCKET_BYTES, BUCKET_BYTES) if limits is None else limits
+    first_limit, limit = limits
     trained = graph.backward_operators
     alone = {sync.shards[0]: sync for sync in syncs}
     lowest = {}

@@ -14,21 +14,36 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
-from soap.model.graph import OperatorGraph
 from soap.model.regions import lengths
 from soap.plan.compression.seam import SUM_COPIES, Exchange, Layout, Work, joined, layout_of
 from soap.plan.compression.training import PlannedTraining
-from soap.plan.delivery import Round
 from soap.plan.memory_kinds import MemoryKind
-from soap.plan.plan import Plan, Shard, ShardSync, sync_name
-from soap.plan.syncs.amounts import COPIES, moving_rounds, reading_groups
-from soap.plan.syncs.bucketing import gradient_bytes, make_buckets
-from soap.plan.syncs.seam import COMBINE, PULL, PUSH, RESTORE, SELECT, SPREAD, SUM, DeviceWork, Hold, Phase, SyncMethod, SyncStep
-from soap.plan.tiling import Tile
+from soap.plan.plan import Plan, ShardSync, sync_name
+from soap.plan.syncs.amounts import COPIES, Group, reading_groups
+from soap.plan.syncs.bucketing import gradient_bytes
+from soap.plan.syncs.seam import (
+    COMBINE,
+    PULL,
+    PUSH,
+    RESTORE,
+    SELECT,
+    SPREAD,
+    SUM,
+    WHOLE,
+    Amount,
+    DeviceWork,
+    Hold,
+    How,
+    Of,
+    Phase,
+    Row,
+    Setting,
+    SyncMethod,
+    Template,
+)
 from soap.strategy.compression import Compression
 from soap.strategy.config import SyncConfig
 from soap.strategy.sync_contracts import named
-from soap.strategy.wrapped import Wrapped
 
 EXCHANGES = ((SUM, "sync"), (SPREAD, "spread"))
 """Stage and verb of the first and the second exchange."""
@@ -44,34 +59,38 @@ class CompressedSum(SyncMethod):
         """A gradient that goes nowhere, or nowhere but inside a host, stays as it is."""
         return len(peers) > 1
 
-    def groups(
-        self, graph: OperatorGraph, tiles: Sequence[Tile], shards: Sequence[Shard], syncs: Sequence[ShardSync], wrapped: Wrapped
-    ) -> Sequence[ShardSync]:
-        """Joined into buckets, as for all-reduces."""
-        return make_buckets(graph, tiles, shards, syncs, wrapped=wrapped)
-
-    def steps(self, plan: Plan, sync: ShardSync, *, pull_together: bool = True) -> Sequence[SyncStep]:
-        """One or two exchanges, each after the peers' work for it; with local aggregation between what happens inside hosts."""
-        layouts, found = layouts_for(plan, sync), []
-        if sync.aggregated:
-            stage, verb = COLLECT
-            found.append(SyncStep(Phase.AFTER_BACKWARD, stage, sync_name(sync, verb), _inside(plan, sync, back=False)))
+    def template(self, readers: Group, leaders: Group, how: Setting) -> Template:
+        """One or two exchanges, each after the peers' work for it; with local aggregation between what happens inside hosts. Every reader
+        restores the sums then, unless peers do, and give them to the others."""
+        peers, after = tuple(dict.fromkeys(leaders)), Phase.AFTER_BACKWARD
+        given = [(reader, leader, WHOLE) for reader, leader in zip(readers, leaders, strict=True) if reader != leader]
+        rows = [Row(after, *COLLECT, How.EXCHANGE, rounds=((given, True),))] if given else []
         works: tuple[Work, ...] = ("select", "combine")
-        for (stage, verb), work, exchange in zip(EXCHANGES, works, joined(layouts), strict=False):
-            name, own = sync_name(sync, verb), self._works(plan, sync, layouts, work)
-            if exchange.kind == "sum":
-                found.append(SyncStep(Phase.AFTER_BACKWARD, stage, name, summed_bytes=exchange.message_bytes, among=sync.peers, works=own))
+        for number, ((stage, verb), work, kind) in enumerate(zip(EXCHANGES, works, how.exchanges, strict=False)):
+            amount = Amount(Of.MESSAGE, part=number)
+            if kind == "sum":
+                rows.append(Row(after, stage, verb, How.SUM, (peers,), amount=amount, work=work))
             else:
-                found.append(SyncStep(Phase.AFTER_BACKWARD, stage, name, exchange_rounds(sync, exchange), works=own))
-        if sync.aggregated:
-            stage, verb = HAND_ON
-            restoring, rounds = self._works(plan, sync, layouts, "restore"), _inside(plan, sync, back=True)
-            found.append(SyncStep(Phase.AFTER_BACKWARD, stage, sync_name(sync, verb), rounds, works=restoring))
-        return found
+                flows = [(source, target, amount) for source in peers for target in peers if source != target]
+                rows.append(Row(after, stage, verb, How.EXCHANGE, rounds=((flows, False),), work=work))
+        if not given:
+            return Template(tuple(rows), ending="restore")
+        back = [(leader, reader, amount) for reader, leader, amount in given]
+        return Template((*rows, Row(after, *HAND_ON, How.EXCHANGE, rounds=((back, False),), work="restore")))
+
+    def messages(self, plan: Plan, sync: ShardSync) -> Sequence[Exchange]:
+        """Those of all shards together."""
+        return joined(layouts_for(plan, sync))
 
     def ending(self, plan: Plan, sync: ShardSync) -> Sequence[DeviceWork]:
-        """Every reader restores the sums, unless peers do, and give them to the others."""
-        return () if sync.aggregated else self._works(plan, sync, layouts_for(plan, sync), "restore")
+        """What the template ends with."""
+        work = self.template_of(plan, sync).ending
+        return self.works(plan, sync, work) if work else ()
+
+    def works(self, plan: Plan, sync: ShardSync, work: Work) -> Sequence[DeviceWork]:
+        """Each peer's, on all shards."""
+        how, layouts, late = _settings(sync), layouts_for(plan, sync), work != "select" or plan.training.clips
+        return [DeviceWork(STAGES[work], device, work_name(sync, work, device), how, layouts, work, late) for device in sync.peers]
 
     def buffers(self, plan: Plan, sync: ShardSync) -> Iterable[tuple[int, int]]:
         """What each peer keeps from step to step, messages, the sums, and what its work takes for a while; what travels inside hosts."""
@@ -91,13 +110,6 @@ class CompressedSum(SyncMethod):
             for name in names:
                 yield Hold(device, room, since=name, until=name, kind=MemoryKind.WORKSPACE)
 
-    @staticmethod
-    def _works(plan: Plan, sync: ShardSync, layouts: tuple[Layout, ...], work: Work) -> tuple[DeviceWork, ...]:
-        how, late = _settings(sync), work != "select" or plan.training.clips
-        return tuple(
-            DeviceWork(STAGES[work], device, work_name(sync, work, device), how, layouts, work, late) for device in sync.peers
-        )
-
 
 def compressed_names(plan: Plan) -> frozenset[str]:
     """Parameters of which something is compressed."""
@@ -114,21 +126,6 @@ def layouts_for(plan: Plan, sync: ShardSync) -> tuple[Layout, ...]:
     """The messages of a compressed synchronization, for each of its shards."""
     how, size, peers = _settings(sync), plan.graph.tensors[sync.parameter].itemsize, len(sync.peers)
     return tuple([layout_of(how, lengths(region.box), size, peers) for region in sync.regions])
-
-
-def exchange_rounds(sync: ShardSync, exchange: Exchange) -> tuple[Round, ...]:
-    """The round in which each peer sends every other a message, the same to all or not."""
-    flows = [(source, target, exchange.message_bytes) for source in sync.peers for target in sync.peers]
-    return moving_rounds((flows, 0))
-
-
-def _inside(plan: Plan, sync: ShardSync, *, back: bool) -> tuple[Round, ...]:
-    """The round in which the readers of each host send its peer their gradients, which that adds up; ``back``: or get the sum from it."""
-    size = gradient_bytes(plan, sync)
-    pairs = [(reader, leader) for reader, leader in zip(sync.readers, sync.leaders, strict=True) if reader != leader]
-    flows = [(leader, reader, size) if back else (reader, leader, size) for reader, leader in pairs]
-    most = 0 if back else max(len(group) - 1 for group in reading_groups(sync)) * size
-    return moving_rounds((flows, most))
 
 
 def _inside_buffers(plan: Plan, sync: ShardSync) -> Iterator[tuple[int, int]]:

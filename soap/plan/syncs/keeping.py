@@ -12,6 +12,7 @@ from soap.model.regions import Box
 from soap.plan.compression.policy import settled
 from soap.plan.placement import first_readers, first_servers, server_devices
 from soap.plan.plan import ReadRegion, Shard, ShardSync
+from soap.plan.syncs.amounts import Group
 from soap.plan.syncs.represented import Represented
 from soap.plan.syncs.seam import Places, SyncMethod, method_of
 from soap.plan.tiling import Tile
@@ -53,8 +54,7 @@ class Keeping:
                 if used is None:
                     shards.append(Shard(parameter, len(shards) - first, box, readers, places, trainable))
                     continue
-                method = method_of(used.contract)
-                leaders = method.leaders(readers, self._of_hosts(readers, sync)) if used is sync else readers
+                method, (_, leaders) = method_of(used.contract), serving(self._topology, sync, readers)
                 owned = method.owners(parameter, index, box, readers, leaders, used, self._places)
                 numbers = tuple(range(len(shards), len(shards) + len(owned)))
                 for part, owners in owned:
@@ -71,14 +71,9 @@ class Keeping:
     def used(self, parameter: str, cell: Cell, sync: SyncConfig) -> SyncConfig | None:
         """How a region of a parameter is synchronized if ``sync`` is asked for; None if it is not synchronized."""
         _, readers, uses = cell
-        trainable, of_hosts = self._graph.tensors[parameter].requires_grad, self._of_hosts(readers, sync)
-        serves = method_of(sync.contract).serves_region(readers, dict.fromkeys(of_hosts), sync)
-        used = sync if serves else replace(ALL_REDUCE, offload=sync.offload)
+        trainable, (used, _) = self._graph.tensors[parameter].requires_grad, serving(self._topology, sync, readers)
         active = trainable and any(operator in self._graph.backward_operators for operator, _, _ in uses)
         return None if not active and (trainable or not used.contract.gathers_values) else used
-
-    def _of_hosts(self, readers: tuple[int, ...], sync: SyncConfig) -> tuple[int, ...]:
-        return self._leaders(readers) if sync.within == "host" else readers
 
     @staticmethod
     def _in_order(syncs: Iterable[str]) -> list[SyncMethod]:
@@ -91,7 +86,12 @@ class Keeping:
         stand_ins = self._places.represented
         return len(stand_ins.everyone(readers)) if stand_ins is not None and method.contract.owned_in_parts else None
 
-    def _leaders(self, devices: Sequence[int]) -> tuple[int, ...]:
-        """For each of these devices (ascending), the first of them on its host."""
-        first: dict[int, int] = {}
-        return tuple([first.setdefault(self._topology.devices[device].host, device) for device in devices])
+
+def serving(topology: Topology, sync: SyncConfig, readers: Group) -> tuple[SyncConfig, Group]:
+    """How a region with these readers is synchronized, by ``sync`` or else by the default method; and ``ShardSync.leaders``."""
+    first: dict[int, int] = {}  # host -> the first of these readers there
+    of_hosts = tuple([first.setdefault(topology.devices[own].host, own) for own in readers]) if sync.within == "host" else readers
+    method = method_of(sync.contract)
+    if method.serves_region(readers, dict.fromkeys(of_hosts), sync):
+        return sync, method.leaders(readers, of_hosts)
+    return replace(ALL_REDUCE, offload=sync.offload), readers

@@ -14,8 +14,23 @@ from soap.plan.delivery import box_bytes
 from soap.plan.memory_kinds import MemoryKind
 from soap.plan.placement import cut_rows
 from soap.plan.plan import Plan, ShardSync, serve_name, sync_name
-from soap.plan.syncs.amounts import COPIES, COUNT_BYTES, Amounts, moving_rounds, reading_groups
-from soap.plan.syncs.seam import PULL, PUSH, Hold, Phase, Places, ShardUpdate, SyncMethod, SyncStep
+from soap.plan.syncs.amounts import COPIES, COUNT_BYTES, Amounts, Group, led_groups, reading_groups
+from soap.plan.syncs.seam import (
+    PULL,
+    PUSH,
+    Amount,
+    Hold,
+    How,
+    Of,
+    Phase,
+    Places,
+    Row,
+    Setting,
+    ShardUpdate,
+    SyncMethod,
+    Template,
+    server_of,
+)
 from soap.strategy.config import SyncConfig
 from soap.strategy.sync_contracts import named
 
@@ -35,30 +50,21 @@ class ParameterServer(SyncMethod):
         """The partitions: cut by rows, on the hosts' servers in turn."""
         return [(part, (places.server(parameter, region, number),)) for number, part in enumerate(cut_rows(box, sync.partitions))]
 
-    def steps(self, plan: Plan, sync: ShardSync, *, pull_together: bool = True) -> Sequence[SyncStep]:
-        """A push and a pull. Each host's leader communicates with the servers, and the host's other readers with their leader.
-
-        Without ``pull_together`` this holds for the push only, and each reader pulls for itself.
-        """
-        amounts, groups = self.amounts(plan, sync), reading_groups(sync)
-        pulling = groups if pull_together else [(reader,) for reader in sync.readers]
-        pulled, pushed, handed, summed, most = [], [], [], [], 0
-        for number in sync.shards:
-            box, server = plan.shards[number].box, plan.shards[number].devices[0]
-            for group in pulling:
-                pulled += [(server, group[0], amounts.values(group, box)), (group[0], server, amounts.indices(group, box))]
-            pushed += [(group[0], server, amounts.values(group, box)) for group in groups]
-        for leader, *others in groups:
-            sizes = {device: amounts.values((device,), sync.box) for device in others}
-            for device, size in sizes.items():
-                if pull_together:
-                    handed += [(leader, device, size), (device, leader, amounts.indices((device,), sync.box))]
-                summed.append((device, leader, size))
-            most = max(most, sum(sizes.values()))
-        push, pull = moving_rounds((summed, most), (pushed, 0)), moving_rounds((pulled, 0), (handed, 0))
-        found = [SyncStep(Phase.AFTER_BACKWARD, PUSH, sync_name(sync, "push"), push)] if push else []
-        found += [SyncStep(self.pull_phase, PULL, sync_name(sync, "pull"), pull)] if pull else []
-        return sorted(found, key=lambda step: step.phase)
+    def template(self, readers: Group, leaders: Group, how: Setting) -> Template:
+        """A push and a pull. Each host's leader communicates with the servers, and the host's other readers with their leader. Without
+        ``pull_together`` this holds for the push only, and each reader pulls for itself."""
+        groups, partitions, rows = led_groups(readers, leaders), range(how.partitions), self.contract.by_rows
+        pulling = groups if how.pull_together else [(reader,) for reader in readers]
+        given = [(device, leader, Amount(Of.VALUES, (device,))) for leader, *others in groups for device in others]
+        pushed = [(own[0], server_of(part), Amount(Of.VALUES, own, part)) for part in partitions for own in groups]
+        pulled = [(server_of(part), own[0], Amount(Of.VALUES, own, part)) for part in partitions for own in pulling]
+        asked = [(own[0], server_of(part), Amount(Of.INDICES, own, part)) for part in partitions for own in pulling] if rows else []
+        told = [(device, leader, Amount(Of.INDICES, amount.who)) for device, leader, amount in given] if rows and how.pull_together else []
+        handed = [(leader, device, amount) for device, leader, amount in given] if how.pull_together else []
+        push = Row(Phase.AFTER_BACKWARD, PUSH, "push", How.EXCHANGE, rounds=((given, True), (pushed, False)))
+        pull = Row(self.pull_phase, PULL, "pull", How.EXCHANGE, rounds=(([*pulled, *asked], False), ([*handed, *told], False)))
+        both = (push, pull) if push.phase < pull.phase else (pull, push)
+        return Template(both, (), 0, how.partitions, [flow[:2] for flow in told], [flow[:2] for flow in asked])
 
     def updates(self, plan: Plan, sync: ShardSync) -> Sequence[ShardUpdate]:
         """Each partition is a task of its own on its server."""

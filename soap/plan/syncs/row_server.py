@@ -11,9 +11,9 @@ from soap.model.regions import Box
 from soap.plan.memory_kinds import MemoryKind
 from soap.plan.plan import Plan, ShardSync, sync_name
 from soap.plan.row_counts import device_lookups, most_rows, row_bytes
-from soap.plan.syncs.amounts import COPIES, INDEX_BYTES, reading_groups
+from soap.plan.syncs.amounts import COPIES, INDEX_BYTES
 from soap.plan.syncs.parameter_server import ParameterServer
-from soap.plan.syncs.seam import Asked, Hold, Phase
+from soap.plan.syncs.seam import Hold, Phase
 from soap.strategy.config import SyncConfig
 from soap.strategy.sync_contracts import named
 
@@ -26,12 +26,6 @@ class RowServer(ParameterServer):
     def serves_region(self, readers: Sequence[int], peers: Collection[int], sync: SyncConfig) -> bool:
         """Every region, even with one reader: that saves the reader the memory for the table."""
         return True
-
-    def asked(self, plan: Plan, sync: ShardSync, *, pull_together: bool = True) -> Asked:
-        """Members tell their leaders, and leaders the servers; without ``pull_together`` each reader tells the servers itself."""
-        told = [(device, leader) for leader, *others in reading_groups(sync) for device in others] if pull_together else []
-        speakers = dict.fromkeys(sync.leaders if pull_together else sync.readers)
-        return told, [(speaker, plan.shards[number].devices[0]) for speaker in speakers for number in sync.shards]
 
     def copies(self, plan: Plan, sync: ShardSync) -> Mapping[int, int]:
         """The rows that each reader looks up, as if no look-up repeated a row."""

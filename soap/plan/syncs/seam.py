@@ -6,22 +6,25 @@ updated, and what memory that takes. Lowering, memory, explanations and the runt
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import ABC
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from importlib import import_module
 from typing import Literal
 
 from soap.model.graph import OperatorGraph
 from soap.model.regions import Box
-from soap.plan.compression.seam import Layout, Work
+from soap.plan.compression.seam import Exchange, ExchangeKind, Layout, Work
 from soap.plan.delivery import Round, box_bytes
 from soap.plan.memory_kinds import MemoryKind
 from soap.plan.placement import owner_of
-from soap.plan.plan import Plan, Shard, ShardSync
-from soap.plan.syncs.even_parts import Collective
+from soap.plan.plan import Plan, Shard, ShardSync, sync_name
+from soap.plan.syncs.amounts import Amounts, Group, moving_rounds
+from soap.plan.syncs.bucketing import make_buckets, usual_limits, wire_bytes
+from soap.plan.syncs.even_parts import Collective, Kind, collective, is_even
 from soap.plan.syncs.represented import Represented
+from soap.plan.syncs.sharing import owned_bytes
 from soap.plan.tiling import Tile
 from soap.strategy.compression import Compression
 from soap.strategy.config import SyncConfig
@@ -42,6 +45,104 @@ SUM, PUSH, SERVE, PULL, SELECT, COMBINE, SPREAD, RESTORE = range(8)
 """Stages, the third part of a task's id: if several tasks of a synchronization are ready at once, the lowest stage goes first."""
 REGATHER = SERVE
 """Stage of values that are gathered again before the backward pass: no server has anything to do then."""
+
+
+class Of(IntEnum):
+    """What an amount counts: all bytes that are synchronized together, as they travel; what one reader of a copy owns of it; or of a region
+    by itself its values, or only the rows of it that some readers look up; the indices of these rows; or both; or a compressed message."""
+
+    WHOLE = 0
+    OWNED = 1
+    VALUES = 2
+    INDICES = 3
+    ROWS = 4
+    MESSAGE = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Amount:
+    """A number of bytes, by its role. ``who``: the readers that look up rows: one, or all with one leader. ``part``: the place of the owner
+    in its copy; the exchange of a message; or the partition on servers, -1 for the whole region."""
+
+    of: Of
+    who: Group = ()
+    part: int = -1
+
+
+WHOLE = Amount(Of.WHOLE)
+
+Flow = tuple[int, int, Amount]
+"""(source, target, what moves). A server is named by ``server_of``, the others are devices."""
+
+
+def server_of(partition: int) -> int:
+    """How templates name the server of a partition; the server itself from that."""
+    return -1 - partition
+
+
+class How(IntEnum):
+    """How a row moves bytes: an all-reduce, messages between pairs of devices, or a collective of equal parts."""
+
+    SUM = 0
+    EXCHANGE = 1
+    GATHER = 2
+    SCATTER = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One communication, by roles: it says which devices move which amounts, not how many bytes these are.
+
+    ``verb``: of its name. ``groups``: the devices that sum, or in each copy those that gather or scatter. ``rounds`` of an exchange, one
+    after the other: flows that run at once, and whether each target then adds up what has come. ``amount``: of a sum. ``apart``: it runs at
+    the same time as the rows next to it that are so too, each among devices of its own. ``large``: see ``SyncStep``. ``work``: what peers
+    do before it. A row whose amounts are all zero does not take place.
+    """
+
+    phase: Phase
+    stage: int
+    verb: str
+    how: How
+    groups: tuple[Group, ...] = ()
+    rounds: tuple[tuple[Sequence[Flow], bool], ...] = ()
+    amount: Amount = WHOLE
+    apart: bool = False
+    large: bool = False
+    work: Work | None = None
+
+
+Pairs = Sequence[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """The rows of a synchronization, in the order of their phases; those of one phase run one after the other. The first one after the
+    backward pass is not ``apart``.
+
+    ``copies``: of what readers own in parts, the readers of each copy; each of them owns one part of every region. ``added``: how many
+    others' gradients an owner adds up before its update, beside its own. ``partitions``: at most so many on servers, if these own it.
+    ``told``, ``asked``: who tells whom, before a step, which rows it looks up: members their leaders, then leaders the owners. ``ending``:
+    what peers do before their update.
+    """
+
+    rows: tuple[Row, ...] = ()
+    copies: tuple[Group, ...] = ()
+    added: int = 0
+    partitions: int = 0
+    told: Pairs = ()
+    asked: Pairs = ()
+    ending: Work | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a template depends on beside its devices. ``even``: whether all of them are accelerators, whose library has collectives of equal
+    parts. ``partitions``: on servers. ``pull_together``: see ``SyncMethod.steps``. ``exchanges``: their kinds, of a compression."""
+
+    even: bool = False
+    partitions: int = 1
+    pull_together: bool = True
+    exchanges: tuple[ExchangeKind, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +168,8 @@ class SyncStep:
     ``collective`` of equal parts.
 
     ``works``: what devices do before it, each once what it needs is there; the communication waits for all. ``large``: it moves much, over
-    many connections. On links with ports and between GPUs the simulator cuts it into chunks, between which messages pass. ``beside``: it
-    waits for what the step before it waits for, not for that step: both run side by side, among other devices.
+    many connections. On links with ports and between GPUs the simulator cuts it into chunks, between which messages pass. ``apart``: it
+    runs at the same time as those next to it that are so too, among other devices.
     """
 
     phase: Phase
@@ -79,7 +180,7 @@ class SyncStep:
     among: tuple[int, ...] = ()
     collective: Collective | None = None
     large: bool = False
-    beside: bool = False
+    apart: bool = False
     works: tuple[DeviceWork, ...] = ()
 
 
@@ -154,10 +255,6 @@ class Places:
         return readers[owner_of(self.first_reader[parameter], region, part, len(readers))]
 
 
-Asked = tuple[Sequence[tuple[int, int]], Sequence[tuple[int, int]]]
-"""Who tells whom, before a step, which rows it looks up: members their leaders, then leaders the owners, as (source, target)."""
-
-
 class SyncMethod(ABC):
     """What a plan knows of one method. It has no state; one object serves all plans."""
 
@@ -181,19 +278,41 @@ class SyncMethod(ABC):
         """(part, its owners) for each part of a region. By default each reader owns the whole region."""
         return [(box, readers)]
 
+    def limits(self, graph: OperatorGraph) -> tuple[int, int] | None:
+        """Bytes at which the first bucket closes, and each later one (``make_buckets``); None if each region travels by itself."""
+        return usual_limits() if self.contract.in_buckets else None
+
     def groups(
         self, graph: OperatorGraph, tiles: Sequence[Tile], shards: Sequence[Shard], syncs: Sequence[ShardSync], wrapped: Wrapped
     ) -> Sequence[ShardSync]:
-        """The synchronizations to carry out, made by joining some of ``syncs``, which have one region each. All ranks need one order."""
-        return syncs
+        """The synchronizations to carry out: ``syncs``, which have one region each, or buckets of them. All ranks need one order."""
+        limits = self.limits(graph)
+        return syncs if limits is None else make_buckets(graph, tiles, shards, syncs, limits, wrapped)
 
-    @abstractmethod
+    def template(self, readers: Group, leaders: Group, how: Setting) -> Template:
+        """The communications of what these devices read, by roles. ``leaders``: see ``ShardSync``."""
+        return Template()
+
+    def template_of(self, plan: Plan, sync: ShardSync, *, pull_together: bool = True) -> Template:
+        """That of a synchronization in a plan."""
+        kinds = tuple([exchange.kind for exchange in self.messages(plan, sync)])
+        return self.template(sync.readers, sync.leaders, Setting(is_even(plan, sync), len(sync.shards), pull_together, kinds))
+
+    def messages(self, plan: Plan, sync: ShardSync) -> Sequence[Exchange]:
+        """What peers exchange, compressed."""
+        return ()
+
+    def works(self, plan: Plan, sync: ShardSync, work: Work) -> Sequence[DeviceWork]:
+        """What each peer does for a compression."""
+        return ()
+
     def steps(self, plan: Plan, sync: ShardSync, *, pull_together: bool = True) -> Sequence[SyncStep]:
-        """The communications of ``sync``; those of one phase run one after the other.
+        """The communications of ``sync``; those of one phase run one after the other. By default those of its template.
 
         ``pull_together``: with local aggregation a host's readers also pull through their leader, as the runtime does. Without it each
         reader pulls for itself, to simulate systems that do so.
         """
+        return steps_of(plan, sync, self.template_of(plan, sync, pull_together=pull_together), self)
 
     def ending(self, plan: Plan, sync: ShardSync) -> Sequence[DeviceWork]:
         """What devices do between the last communication after the backward pass and their update."""
@@ -203,10 +322,6 @@ class SyncMethod(ABC):
         """The owners' work on each shard of ``sync``."""
         sizes = ((number, box_bytes(plan, plan.shards[number].parameter, plan.shards[number].box)) for number in sync.shards)
         return [ShardUpdate(number, 0, 0, size, by_rows=False) for number, size in sizes]
-
-    def asked(self, plan: Plan, sync: ShardSync, *, pull_together: bool = True) -> Asked:
-        """Who tells whom, before the step, which rows it looks up."""
-        return (), ()
 
     def copies(self, plan: Plan, sync: ShardSync) -> Mapping[int, int]:
         """Reader -> bytes of its copy of values that others own; the copy's gradient takes as much again."""
@@ -223,6 +338,67 @@ class SyncMethod(ABC):
     def holds(self, plan: Plan, sync: ShardSync) -> Iterator[Hold]:
         """When in a step the copies and buffers are held."""
         return iter(())
+
+
+def steps_of(plan: Plan, sync: ShardSync, template: Template, method: SyncMethod) -> list[SyncStep]:
+    """The rows of a synchronization's template with its bytes; of frozen values those that bring them to their uses."""
+    sizes, owners = _Sizes(plan, sync, template, method.messages(plan, sync)), [plan.shards[number].devices[0] for number in sync.shards]
+    found: list[SyncStep] = []
+    for row in template.rows:
+        if row.phase >= Phase.AFTER_BACKWARD and plan.is_frozen(sync):
+            continue
+        name = row_name(sync, row)
+        if row.how is How.SUM and sizes[row.amount]:
+            step = SyncStep(row.phase, row.stage, name, summed_bytes=sizes[row.amount], among=row.groups[0])
+        elif row.how is How.EXCHANGE and (rounds := moving_rounds(*(_round(own, sizes, owners) for own in row.rounds))):
+            step = SyncStep(row.phase, row.stage, name, rounds)
+        elif row.how is How.GATHER or row.how is How.SCATTER:
+            kind: Kind = "all_gather" if row.how is How.GATHER else "reduce_scatter"
+            step = SyncStep(row.phase, row.stage, name, collective=collective(plan, sync, kind))
+        else:
+            continue
+        works = tuple(method.works(plan, sync, row.work)) if row.work else ()
+        found.append(replace(step, large=row.large, apart=row.apart, works=works))
+    return found
+
+
+class _Sizes(dict[Amount, int]):
+    """Amount -> bytes of it in a synchronization."""
+
+    def __init__(self, plan: Plan, sync: ShardSync, template: Template, messages: Sequence[Exchange]) -> None:
+        super().__init__({Amount(Of.MESSAGE, part=number): exchange.message_bytes for number, exchange in enumerate(messages)})
+        self._plan, self._sync, self._amounts = plan, sync, Amounts(plan, sync, by_rows=sync.contract.by_rows)
+        self[WHOLE] = wire_bytes(plan, sync)
+        if template.copies:
+            owned = owned_bytes(plan, sync)
+            self.update({Amount(Of.OWNED, part=part): owned.get(owner, 0) for part, owner in enumerate(template.copies[0])})
+
+    def __missing__(self, amount: Amount) -> int:
+        box = self._sync.box if amount.part < 0 else self._plan.shards[self._sync.shards[amount.part]].box
+        self[amount] = size = self._amounts.values(amount.who, box) if amount.of is not Of.INDICES else 0
+        if amount.of is not Of.VALUES:
+            self[amount] = size = size + self._amounts.indices(amount.who, box)
+        return size
+
+
+def row_name(sync: ShardSync, row: Row) -> str:
+    """Task name of a row."""
+    name = sync_name(sync, row.verb)
+    return f"{name} {','.join(map(str, row.groups[0]))}" if row.apart else name
+
+
+def device_of(end: int, owners: Sequence[int]) -> int:
+    """The device at an end of a flow: of a partition, its owner."""
+    return owners[server_of(end)] if end < 0 else end
+
+
+def _round(row: tuple[Sequence[Flow], bool], sizes: _Sizes, owners: Sequence[int]) -> tuple[list[tuple[int, int, int]], int]:
+    """The flows of a round, and the most bytes that a target adds up. ``owners``: of partitions."""
+    flows = [(device_of(source, owners), device_of(target, owners), sizes[amount]) for source, target, amount in row[0]]
+    come: dict[int, int] = {}
+    for _, target, size in flows if row[1] else ():
+        come[target] = come.get(target, 0) + size
+    return flows, max(come.values(), default=0)
 
 
 def method_of(contract: Contract) -> SyncMethod:

@@ -13,36 +13,37 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from soap.model.graph import OperatorGraph
 from soap.plan.memory_kinds import MemoryKind
-from soap.plan.plan import Plan, Shard, ShardSync, sync_name, update_name
-from soap.plan.syncs.bucketing import gather_limit, gradient_bytes, make_buckets
+from soap.plan.plan import Plan, ShardSync, sync_name, update_name
+from soap.plan.syncs.amounts import Group
+from soap.plan.syncs.bucketing import gather_limit, gradient_bytes
 from soap.plan.syncs.even_parts import bucket_bytes, is_even, part_bytes
 from soap.plan.syncs.gathering import is_read_back, stays
 from soap.plan.syncs.large_parts import large_bytes, packed_of_owners
-from soap.plan.syncs.seam import PULL, REGATHER, Hold, Phase, ShardUpdate, SyncStep, Uses
-from soap.plan.syncs.sharded_state import ShardedState, held_gradients, moving_step, received_bytes, scatter_name
-from soap.plan.syncs.sharing import owned_bytes
-from soap.plan.tiling import Tile
+from soap.plan.syncs.seam import PULL, REGATHER, Hold, How, Phase, Setting, ShardUpdate, SyncStep, Template, Uses
+from soap.plan.syncs.sharded_state import ShardedState, held_gradients, moving_row, received_bytes, scatter_name, scatter_rows
+from soap.plan.syncs.sharing import owned_bytes, sharing_groups
 from soap.strategy.sync_contracts import named
-from soap.strategy.wrapped import Wrapped
 
 
 class Sharded(ShardedState):
     """Cuts regions as ``ShardedState`` does. What is gathered together is scattered together."""
 
-    def groups(
-        self, graph: OperatorGraph, tiles: Sequence[Tile], shards: Sequence[Shard], syncs: Sequence[ShardSync], wrapped: Wrapped
-    ) -> Sequence[ShardSync]:
-        """Joined like buckets, up to about ``gather_limit`` each: what lies together in a model is gathered together."""
-        limit = gather_limit(graph)
-        return make_buckets(graph, tiles, shards, syncs, (limit, limit), wrapped)
+    def limits(self, graph: OperatorGraph) -> tuple[int, int]:
+        """About ``gather_limit`` each: what lies together in a model is gathered together, and scattered together."""
+        return (gather_limit(graph),) * 2
+
+    def template(self, readers: Group, leaders: Group, how: Setting) -> Template:
+        """Every owner sends every reader of its copy the values, twice; gradients go as those of sharded states."""
+        copies = sharing_groups(readers, leaders)
+        first = moving_row(copies, Phase.BEFORE_FORWARD, PULL, "gather", How.GATHER, even=how.even)
+        again = moving_row(copies, Phase.BEFORE_BACKWARD, REGATHER, "regather", How.GATHER, even=how.even)
+        added = super().template(readers, leaders, how).added
+        return Template((first, again, *scatter_rows(copies, even=how.even)), tuple(copies), added)
 
     def steps(self, plan: Plan, sync: ShardSync, *, pull_together: bool = True) -> Sequence[SyncStep]:
-        """Every owner sends every reader of its copy the values, twice, or once if they stay; gradients go as those of sharded states."""
-        scatter = [step for step in super().steps(plan, sync) if step.phase is Phase.AFTER_BACKWARD and not plan.is_frozen(sync)]
-        before = moving_step(plan, sync, "all_gather", Phase.BEFORE_FORWARD, PULL, gather_name(sync))
-        if is_read_back(plan, sync):
-            before += moving_step(plan, sync, "all_gather", Phase.BEFORE_BACKWARD, REGATHER, regather_name(sync))
-        return [*before, *scatter]
+        """Those of the template; values that stay, or that no backward pass reads, are gathered once."""
+        found = super().steps(plan, sync)
+        return found if is_read_back(plan, sync) else [step for step in found if step.phase is not Phase.BEFORE_BACKWARD]
 
     def updates(self, plan: Plan, sync: ShardSync) -> Sequence[ShardUpdate]:
         """None of frozen values."""

@@ -14,22 +14,19 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import product
 
-from soap.model.graph import OperatorGraph
 from soap.model.regions import Box
 from soap.plan.delivery import box_bytes
 from soap.plan.memory_kinds import MemoryKind
 from soap.plan.placement import cut_rows
-from soap.plan.plan import Plan, Shard, ShardSync, sync_name, update_name
-from soap.plan.syncs.amounts import Group, moving_rounds
-from soap.plan.syncs.bucketing import gradient_bytes, make_buckets, shard_bytes
-from soap.plan.syncs.even_parts import Kind, bucket_bytes, collective, is_even, part_bytes, room_bytes
+from soap.plan.plan import Plan, ShardSync, sync_name, update_name
+from soap.plan.syncs.amounts import Group
+from soap.plan.syncs.bucketing import gradient_bytes, shard_bytes
+from soap.plan.syncs.even_parts import bucket_bytes, is_even, part_bytes, room_bytes
 from soap.plan.syncs.large_parts import large_regions, packed_bytes, packed_of_owners
-from soap.plan.syncs.seam import PULL, PUSH, SUM, Hold, Phase, Places, ShardUpdate, SyncMethod, SyncStep
-from soap.plan.syncs.sharing import copies_of, holders, owned_bytes, sharers, sharing_groups, sharing_leaders
-from soap.plan.tiling import Tile
+from soap.plan.syncs.seam import PULL, PUSH, SUM, Amount, Hold, How, Of, Phase, Places, Row, Setting, ShardUpdate, SyncMethod, Template
+from soap.plan.syncs.sharing import holders, holding_groups, owned_bytes, sharers, sharing_groups, sharing_leaders
 from soap.strategy.config import SyncConfig
 from soap.strategy.sync_contracts import named
-from soap.strategy.wrapped import Wrapped
 
 
 class ShardedState(SyncMethod):
@@ -55,24 +52,12 @@ class ShardedState(SyncMethod):
             found.append((part, tuple(sorted(places.reader(parameter, region, number, group) for group in groups))))
         return found
 
-    def groups(
-        self, graph: OperatorGraph, tiles: Sequence[Tile], shards: Sequence[Shard], syncs: Sequence[ShardSync], wrapped: Wrapped
-    ) -> Sequence[ShardSync]:
-        """Joined into buckets, as for all-reduces."""
-        return make_buckets(graph, tiles, shards, syncs, wrapped=wrapped)
-
-    def steps(self, plan: Plan, sync: ShardSync, *, pull_together: bool = True) -> Sequence[SyncStep]:
+    def template(self, readers: Group, leaders: Group, how: Setting) -> Template:
         """In each copy every reader sends every owner its gradient of what that owns; then the holders of each part sum theirs. Later every
         owner sends every reader the values."""
-        owned = owned_bytes(plan, sync)
-        found = moving_step(plan, sync, "reduce_scatter", Phase.AFTER_BACKWARD, PUSH, scatter_name(sync))
-        for devices in holders(sync):
-            if size := owned.get(devices[0], 0):
-                name, beside = sum_name(sync, devices), len(found) > 1
-                found.append(
-                    SyncStep(Phase.AFTER_BACKWARD, SUM, name, summed_bytes=size, among=devices, large=True, beside=beside)
-                )
-        return [*found, *moving_step(plan, sync, "all_gather", Phase.AFTER_UPDATE, PULL, gather_name(sync))]
+        copies = sharing_groups(readers, leaders)
+        gather = moving_row(copies, Phase.AFTER_UPDATE, PULL, "gather", How.GATHER, even=how.even)
+        return Template((*scatter_rows(copies, even=how.even), gather), tuple(copies), 0 if how.even else len(copies[0]) - 1)
 
     def updates(self, plan: Plan, sync: ShardSync) -> Sequence[ShardUpdate]:
         """Each owner adds up its copy's readers' gradients of its parts, unless a collective does, and updates these."""
@@ -152,15 +137,25 @@ def received_bytes(sync: ShardSync, own: int) -> int:
     return others * own if others > 1 else 0
 
 
-def moving_step(plan: Plan, sync: ShardSync, kind: Kind, phase: Phase, stage: int, name: str) -> list[SyncStep]:
+def scatter_rows(copies: Sequence[Group], *, even: bool) -> list[Row]:
+    """How gradients reach their owners: a reduce-scatter in each copy, then a sum over the holders of each part."""
+    scatter = moving_row(copies, Phase.AFTER_BACKWARD, PUSH, "scatter", How.SCATTER, even=even)
+    sums = (
+        Row(Phase.AFTER_BACKWARD, SUM, "sum", How.SUM, (devices,), amount=Amount(Of.OWNED, part=place), apart=True, large=True)
+        for place, devices in enumerate(holding_groups(copies))
+    )
+    return [scatter, *sums]
+
+
+def moving_row(copies: Sequence[Group], phase: Phase, stage: int, verb: str, how: How, *, even: bool) -> Row:
     """How parts reach their owners, or all readers: by a collective of equal parts, or else by messages between all pairs of a copy."""
-    large = kind == "reduce_scatter"
-    if is_even(plan, sync):
-        return [SyncStep(phase, stage, name, collective=collective(plan, sync, kind), large=large)]
-    owned = owned_bytes(plan, sync)
-    pairs = [(owner, reader) for group in copies_of(sync) for owner in group if owner in owned for reader in group]
-    flows = [(*((reader, owner) if large else (owner, reader)), owned[owner]) for owner, reader in pairs]
-    return [SyncStep(phase, stage, name, moving_rounds((flows, 0)), large=large)]
+    large = how is How.SCATTER
+    if even:
+        return Row(phase, stage, verb, how, tuple(copies), large=large)
+    owned = [Amount(Of.OWNED, part=place) for place in range(len(copies[0]))]
+    pairs = [(own, owner, other) for group in copies for own, owner in zip(owned, group, strict=True) for other in group if other != owner]
+    flows = [(reader, owner, own) if large else (owner, reader, own) for own, owner, reader in pairs]
+    return Row(phase, stage, verb, How.EXCHANGE, rounds=((flows, False),), large=large)
 
 
 def scatter_name(sync: ShardSync) -> str:

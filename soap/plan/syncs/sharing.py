@@ -7,7 +7,7 @@ alike. This needs as many readers on every host. Where hosts have unlike numbers
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from soap.plan.delivery import box_bytes
 from soap.plan.plan import Plan, ShardSync
@@ -39,9 +39,13 @@ def sharers(sync: ShardSync) -> int:
 
 def holders(sync: ShardSync) -> Iterator[Group]:
     """The devices that own the same parts, if there are several copies, ascending; one after the other in the order of the first copy."""
-    groups = copies_of(sync)
-    for place in range(len(groups[0]) if len(groups) > 1 else 0):
-        yield tuple(sorted(group[place] for group in groups))
+    return holding_groups(copies_of(sync))
+
+
+def holding_groups(copies: Sequence[Group]) -> Iterator[Group]:
+    """``holders`` of copies with these readers."""
+    for place in range(len(copies[0]) if len(copies) > 1 else 0):
+        yield tuple(sorted(group[place] for group in copies))
 
 
 def owned_bytes(plan: Plan, sync: ShardSync) -> dict[int, int]:

@@ -6,20 +6,20 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from soap.plan.plan import Plan, ShardSync, sync_name
 from soap.plan.row_counts import most_rows, row_bytes
-from soap.plan.syncs.amounts import COPIES, INDEX_BYTES, Amounts, moving_rounds
-from soap.plan.syncs.seam import SUM, Asked, Hold, Phase, ShardUpdate, SyncMethod, SyncStep
+from soap.plan.syncs.amounts import COPIES, INDEX_BYTES, Amounts, Group
+from soap.plan.syncs.seam import SUM, Amount, Hold, How, Of, Phase, Row, Setting, ShardUpdate, SyncMethod, Template
 from soap.strategy.sync_contracts import named
 
 
 class SparseAllGather(SyncMethod):
     """Gathers the gradients of sparse parameters. What a reader sends is as large as the rows that it looks up."""
 
-    def steps(self, plan: Plan, sync: ShardSync, *, pull_together: bool = True) -> Sequence[SyncStep]:
-        """One round in which every reader sends all others its rows and their indices."""
-        amounts = Amounts(plan, sync, by_rows=True)
-        sent = {device: amounts.values((device,), sync.box) + amounts.indices((device,), sync.box) for device in sync.readers}
-        rounds = moving_rounds(([(source, target, size) for source, size in sent.items() for target in sync.readers], 0))
-        return (SyncStep(Phase.AFTER_BACKWARD, SUM, self.name(sync), rounds, large=True),) if rounds else ()
+    def template(self, readers: Group, leaders: Group, how: Setting) -> Template:
+        """One round in which every reader sends all others its rows and their indices; and tells all which it looks up."""
+        own = [Amount(Of.ROWS, (reader,)) for reader in readers]
+        flows = [(source, target, amount) for source, amount in zip(readers, own, strict=True) for target in readers if target != source]
+        gather = Row(Phase.AFTER_BACKWARD, SUM, "gather", How.EXCHANGE, rounds=((flows, False),), large=True)
+        return Template((gather,) if flows else (), asked=[(reader, owner) for reader in readers for owner in readers])
 
     def updates(self, plan: Plan, sync: ShardSync) -> Sequence[ShardUpdate]:
         """Each owner adds up the rows of all readers, and updates the rows that any of them touches."""
@@ -27,10 +27,6 @@ class SparseAllGather(SyncMethod):
         added = sum(amounts.values((device,), sync.box) for device in sync.readers) if several else 0
         rows = sum(amounts.rows((device,), sync.box) for device in sync.readers) if several else 0
         return [ShardUpdate(number, added, rows, amounts.values(sync.readers, sync.box), by_rows=True) for number in sync.shards]
-
-    def asked(self, plan: Plan, sync: ShardSync, *, pull_together: bool = True) -> Asked:
-        """Every reader tells all readers."""
-        return (), [(reader, owner) for reader in sync.readers for owner in sync.readers]
 
     def buffers(self, plan: Plan, sync: ShardSync) -> Iterable[tuple[int, int]]:
         """The rows of all readers, once as they are received and once as copies to be sent."""

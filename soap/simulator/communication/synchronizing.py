@@ -151,14 +151,14 @@ class Synchronization:
     def _walk(
         self, number: int, phase: Phase, after: Iterable[int], backward: Mapping[int, int] = NOTHING
     ) -> Iterator[tuple[SyncStep, int]]:
-        """Add the tasks of one synchronization in one phase, each after the one before, or ``beside`` it; yields the communications."""
-        behind = after
+        """Add the tasks of one synchronization in one phase, each after the one before, or at the same time; yields the communications."""
+        behind, before = after, None
         for step in self._steps[number]:
             if step.phase is phase:
-                after = after if step.beside else behind
+                after = after if _beside(before, step) else behind
                 works = self._works(self._plan.syncs[number], step.works, after, backward)
                 task = self._move(self._plan.syncs[number], step, works.values() or after)
-                behind, backward = (task,), NOTHING
+                behind, before, backward = (task,), step, NOTHING
                 yield step, task
 
     def _settle(self, backward: Sequence[Iterable[int]]) -> None:
@@ -196,7 +196,7 @@ class Synchronization:
     def _move(self, sync: ShardSync, step: SyncStep, after: Iterable[int]) -> int:
         place = self._place(sync, step.stage)
         if step.summed_bytes:
-            if sync.contract.owned_in_parts:  # each part's owners sum by themselves
+            if step.apart:
                 place = (*place[:4], step.among[0], 0)
             return self._tasks.all_reduce(place, step.name, TaskKind.SYNC, step.summed_bytes, step.among, after, chunked=step.large)
         if step.collective is not None:
@@ -245,8 +245,13 @@ def _last(walked: Iterable[tuple[SyncStep, int]]) -> list[tuple[SyncStep, int]]:
     """The last communication with its task, and those beside it."""
     last: list[tuple[SyncStep, int]] = []
     for step, task in walked:
-        last = [*(last if step.beside else ()), (step, task)]
+        last = [*(last if last and _beside(last[-1][0], step) else ()), (step, task)]
     return last
+
+
+def _beside(before: SyncStep | None, step: SyncStep) -> bool:
+    """Whether a communication runs at the same time as the one before."""
+    return before is not None and before.apart and step.apart
 
 
 def own_updates(plan: Plan, updates: Iterable[Sequence[ShardUpdate]]) -> Iterator[ShardUpdate]:

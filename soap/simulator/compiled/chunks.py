@@ -5,24 +5,21 @@ from __future__ import annotations
 from soap.simulator.chunks import MOST_CHUNKS, NO_CHUNKS
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.scratch import TASKS, Scratch
-from soap.simulator.compiled.state import ARENA, OTHER, SYNC_BUCKET, Groups, State
+from soap.simulator.compiled.state import ARENA, OTHER, Groups, State
 from soap.simulator.compiled.task_keys import STATE_FULL
 
 
 @compiled
-def cut_sums(R: Groups, C: State, S: Scratch, slot0: int, buckets: int) -> None:
-    """Where sums are cut, cut those among the ``count[TASKS]`` tasks from ``slot0`` on; the first ``buckets`` of these are sums and
-    scatters. A sum's first chunk keeps the sum's slot, because edges from tiles lead there; the other chunks come after these tasks. What
-    waits for the sum, such as devices' updates, waits for the last chunk."""
+def cut_sum(R: Groups, C: State, S: Scratch, slot: int, slot0: int) -> None:
+    """Where sums are cut, cut the one in ``slot``. Its first chunk keeps the slot, because edges from tiles lead there; the other chunks
+    come after the ``count[TASKS]`` tasks from ``slot0`` on. What waits for the sum, such as devices' updates, waits for the last chunk."""
     shortest = R.shortest_chunk_ns[0]
     if shortest == NO_CHUNKS:
         return
-    for slot in range(slot0, slot0 + S.count[TASKS]):
-        if slot < slot0 + buckets or C.kind[slot] == SYNC_BUCKET:
-            count = max(1, min(MOST_CHUNKS, C.duration[slot] // shortest))
-            if count > 1:
-                _cut(C, slot, slot0 + S.count[TASKS], count)
-                S.count[TASKS] += count - 1
+    count = max(1, min(MOST_CHUNKS, C.duration[slot] // shortest))
+    if count > 1:
+        _cut(C, slot, slot0 + S.count[TASKS], count)
+        S.count[TASKS] += count - 1
 
 
 @compiled

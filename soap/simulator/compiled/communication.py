@@ -118,14 +118,15 @@ def allreduce(R: Groups, group: int, size: int) -> tuple[int, int]:
 
 
 @compiled
-def parted_ns(R: Groups, S: Scratch, entry, size: int) -> int:  # type: ignore[no-untyped-def]
-    """Duration in ns of a collective of equal parts, ``size`` bytes together, over the devices in ``entry``, behind the mark
-    (``Groups.sets``). Adds its links to ``res``."""
-    duration, way = allreduce(R, find_list(R.sets, entry), size)
+def parted_ns(R: Groups, S: Scratch, group: int, size: int) -> tuple[int, int]:
+    """(duration in ns, devices) of a collective of equal parts, ``size`` bytes together, over a set behind the mark (``Groups.sets``). Adds
+    its links to ``res``."""
+    duration, way = allreduce(R, group, size)
     for i in range(R.resource_n[way]):
         hold(S, R.static[R.resource[way] + i])
-    S.count[BUSIEST] = 1 - len(entry)
-    return duration
+    devices = R.sets.ptr[group + 1] - R.sets.ptr[group] - 1
+    S.count[BUSIEST] = -devices
+    return duration, devices
 
 
 @compiled

@@ -13,14 +13,11 @@ from soap.plan.syncs.compressed import amounts
 from soap.simulator.compiled.syncs.codes import SyncCodes
 from soap.simulator.costs import CostModel, compression_ns
 
-EXCHANGES, MESSAGES, WHOLE, SETTINGS, OF_TYPES = 0, 1, 5, 6, 7
-"""Columns of ``ShardTables.effort``: the number of exchanges; of both the kind and the message's bytes; bytes of all elements in the
-type in which they are summed; the number of the settings that suit the layer; then those of each type of device."""
+MESSAGES, WHOLE, SETTINGS, OF_TYPES = 0, 2, 3, 4
+"""Columns of ``ShardTables.effort``: the message's bytes of both exchanges; bytes of all elements in the type in which they are summed; the
+number of the settings that suit the layer; then those of each type of device."""
 HELD, TYPE_COLUMNS = len(WORKS), len(WORKS) + 1
 """Columns of a type of device: the works in ns, and the bytes that a peer holds."""
-
-BETWEEN, SUMMED = range(2)
-"""Kinds of exchanges: every peer sends every other a message, or all sum a vector."""
 
 
 def effort_row(
@@ -38,8 +35,8 @@ def effort_row(
     assert how is not None  # the code is that of a compression
     how = settled(graph, tensor.name, how)
     layout = layout_of(how, shape, tensor.itemsize, peers)
-    messages = [(SUMMED if each.kind == "sum" else BETWEEN, each.message_bytes) for each in layout.exchanges]
-    row = [len(messages), *messages[0], *(messages[1] if len(messages) > 1 else (0, 0)), layout.whole_bytes, codes.settings_number(how)]
+    messages = [each.message_bytes for each in layout.exchanges]
+    row = [*messages, *([0] * (WHOLE - len(messages))), layout.whole_bytes, codes.settings_number(how)]
     for kind in types:
         row += [compression_ns(costs, how, layout, work, kind) for work in WORKS]
         row.append(sum(amounts(how, layout, tensor.itemsize, training, on_host=kind.kind == "cpu")))

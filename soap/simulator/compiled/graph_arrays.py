@@ -13,11 +13,9 @@ from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph, TensorKind
 from soap.model.sparse_access import RowAccess
 from soap.plan.placement import first_devices, first_readers, first_servers, server_devices
-from soap.plan.syncs.bucketing import gather_limit
 from soap.simulator.communication.offloading import DOWN, ON_HOST, UP, offload_resource
 from soap.simulator.communication.prices import Communication
 from soap.simulator.communication.servers import first_cores, row_seconds, server_type
-from soap.strategy.sync_contracts import METHODS
 
 Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]
@@ -41,8 +39,7 @@ class GraphTables(NamedTuple):
 
     By parameter: ``trainable``, ``parameter_dtype``, ``parameter_itemsize``, ``first_server``, ``first_reader`` (``placement``), and for
     sparse ones ``touched`` from ``touched_ptr`` on: how many rows a batch looks up, how many rows there are, ``RowAccess.touched``.
-    ``bucket_kinds``: (number of dtypes, four times that of methods); a bucket has one of each, one copy or several, and all or nothing
-    frozen. ``gather_limit``: ``bucketing.gather_limit``. ``backward``: whether any output has a gradient. ``loss``: operator and output
+    ``dtypes``: their number. ``backward``: whether any output has a gradient. ``loss``: operator and output
     that make the loss. ``known``: whether an operator makes the loss or a term of it (``OperatorGraph.known_gradients``).
     ``solid``: whether at least one replica of every tile has a backward pass under every strategy. ``counts_labels``: whether an operator's
     devices count their own labels (``plan.samples``).
@@ -70,8 +67,7 @@ class GraphTables(NamedTuple):
     trainable: Ints
     parameter_dtype: Ints
     parameter_itemsize: Ints
-    bucket_kinds: Ints
-    gather_limit: Longs
+    dtypes: Ints
     first_server: Ints
     first_reader: Longs
     touched_ptr: Ints
@@ -194,8 +190,7 @@ def graph_tables(graph: OperatorGraph, topology: Topology) -> GraphTables:
         trainable=np.array([t.requires_grad for t in graph.parameters], np.int32),
         parameter_dtype=np.array([dtypes[t.dtype] for t in graph.parameters], np.int32),
         parameter_itemsize=np.array([t.itemsize for t in graph.parameters], np.int32),
-        bucket_kinds=np.array([len(dtypes), 8 * len(METHODS)], np.int32),
-        gather_limit=np.array([gather_limit(graph)], np.int64),
+        dtypes=np.array([len(dtypes)], np.int32),
         first_server=np.array([servers[t.name] for t in graph.parameters], np.int32),
         first_reader=np.array([first_reader[t.name] for t in graph.parameters], np.int64),
         touched_ptr=np.cumsum([0, *map(len, touched)]).astype(np.int32),

@@ -19,7 +19,7 @@ class DeviceGroups:
 
     def __init__(self, communication: Communication, cluster: ClusterTables) -> None:
         self._communication = communication
-        self._sets = GrowingLists()
+        self._sets, self._numbers = GrowingLists(), dict[tuple[int, ...], int]()
         self._static = Growing(np.int32)
         self._static.add(np.arange(communication.topology.device_count))
         self._static.add(cluster.route)
@@ -37,9 +37,17 @@ class DeviceGroups:
         for devices in communication.groups:
             self.add(devices)
 
+    def number(self, devices: tuple[int, ...], *, parted: bool = False) -> int:
+        """The number of a set of devices, ascending, for sums; or, ``parted``, of devices that gather and scatter equal parts."""
+        entry = (self._communication.topology.device_count, *devices) if parted else devices
+        if entry not in self._numbers:
+            self.add(entry)
+        return self._numbers[entry]
+
     def add(self, devices: tuple[int, ...]) -> None:
-        """Add a set of devices, ascending, for sums; or, behind their number as a mark, devices that gather and scatter equal parts."""
+        """Add a set that is not there yet; behind the number of all devices as a mark, one that gathers and scatters equal parts."""
         self._sets.add(devices)
+        self._numbers[devices] = len(self._numbers)
         count = self._communication.topology.device_count
         if devices[0] == count:
             options = self._communication.parted_options(devices[1:])

@@ -13,10 +13,10 @@ from soap.simulator.compiled.graph_arrays import Ints, Longs
 
 HOLDINGS, REDUCTIONS, FETCHES, CONSUMERS, PIECES, CARRIERS, PARTS, TASKS = range(8)
 EDGES, RESOURCES, CELL_BOXES, BOUNDS, LINKS, FLOWS, STAMP, GRADIENTS, USES, EXPECTED, PRICES, BUSIEST, NORM, CLAIMS = range(8, 22)
-PACKED, PACKED_SHARDS = 22, 23
+PACKED_SHARDS = 22
 """Places in ``Scratch.count``: the number of each kind. Entries stamped with ``count[STAMP]`` are current. ``BUSIEST``: for the collective
 being made, the most messages of any one device in a round; of a collective of equal parts, minus the number of its devices. ``NORM``: a
-slot, see ``syncs.clipping``. ``PACKED``: see ``syncs.packing``."""
+slot, see ``syncs.clipping``. ``PACKED_SHARDS``: see ``syncs.templates``."""
 
 FULL = "scratch is full"
 """Message of the MemoryError that compiled code raises when an array is too small. Python then makes it larger and starts the work
@@ -37,16 +37,16 @@ class Scratch(NamedTuple):
     - ``k_``: carriers; ``part``: their pieces. ``t_``: tasks. ``e_``: edges. ``res``: resources of exchanges. ``cell``: bounds of cells and
       of pieces. ``hash_key``, ``hash_stamp``, ``hash_value``: a hash table.
     - By device: ``update`` in ns; ``floor``: least ns of its update, whatever the changed operator becomes; ``taken``: partitions on the
-      cores of a host, for the host's lowest device; ``settled``, ``settling``: see ``syncs.compressed`` and ``syncs.sharded_state``;
-      ``offloaded``, ``on_host``, ``lifting``: see ``syncs.offloading`` and ``syncs.sharded_state``.
+      cores of a host, for the host's lowest device; ``settled``, ``settling``: see ``syncs.compressed`` and ``syncs.updates``;
+      ``offloaded``, ``on_host``, ``lifting``: see ``syncs.offloading`` and ``syncs.updates``.
     - By parameter: ``geometry``, ``expected`` (a stamp).
     - The tiles that use a shard: ``use_slot``, ``use_device``, ``use_lookups``, ``use_block`` (equal for replicas of one tile).
-    - By place in ``members``, from 0 on: ``lookups``, ``seen``, ``leader``, ``inside``, ``touched``, ``together``, ``received``; by
-      partition: ``p_rows``, ``p_server``. See ``syncs.server_traffic``. ``inside``: see ``members.find_copies``. ``peers``: the number of
+    - By place in ``members``, from 0 on: ``lookups``, ``seen``, ``leader``, ``touched``, ``together``, ``received``; by
+      partition: ``p_rows``. See ``syncs.server_traffic``. ``peers``: the number of
       the ``members`` that are leaders, then these devices.
-    - ``packed_``: buckets of compressed shards, see ``syncs.packing``.
-    - By bucket: ``bucket_region``, the number of its first region; ``owned_ptr``, ``bucket_sharers``: see ``syncs.sharded_state``. ``g_``:
-      see ``syncs.gathering``.
+    - ``packed_``: buckets of compressed shards, see ``syncs.templates``.
+    - By bucket: ``bucket_region``, the number of its first region; ``bucket_template``, ``bucket_shard``, ``owned_ptr``, ``owned``: see
+      ``syncs.templates``. ``g_``: see ``syncs.gathering``.
 
     The others are lists for intermediate results.
     """
@@ -148,24 +148,18 @@ class Scratch(NamedTuple):
     lookups: Longs
     seen: Longs
     leader: Ints
-    inside: Ints
     touched: Longs
     together: Longs
     received: Longs
     p_rows: Longs
-    p_server: Ints
     bucket_stamp: Longs
     bucket_of: Ints
     bucket_limit: Longs
     bucket_region: Ints
-    bucket_sharers: Ints
+    bucket_template: Ints
+    bucket_shard: Ints
     packed_first: Ints
     packed_last: Ints
-    packed_group: Ints
-    packed_way: Longs
-    packed_left: Longs
-    packed_bytes: Longs
-    packed_effort: Longs
     packed_next: Ints
     packed_parameter: Ints
     packed_shard: Ints
@@ -199,10 +193,10 @@ def make_scratch(size: int, devices: int, links: int) -> Scratch:
     sizes |= dict.fromkeys(("load", "load_stamp"), links + 1)
     sizes |= {"held": devices + links + 1, "members": devices + 1, "peers": devices + 1, "cell": 16 * size, "flow": 3 * size}
     sizes |= dict.fromkeys(("update", "floor", "taken", "settled", "settling", "offloaded", "on_host", "lifting", "packed_own"), devices)
-    sizes |= dict.fromkeys(("last_pass", "lookups", "leader", "inside", "touched", "together", "received", "seen"), devices + 1)
+    sizes |= dict.fromkeys(("last_pass", "lookups", "leader", "touched", "together", "received", "seen"), devices + 1)
     sizes |= dict.fromkeys(("e_src", "e_dst", "res", "work", "fill", "gradient_next", "gradient_task"), 4 * size)
     sizes |= dict.fromkeys(("claim_next", "claim_task", "claim_precedence"), 4 * size)
-    sizes |= dict.fromkeys(("g_next", "g_list", "g_place", "g_from", "g_kept", "packed_effort"), 4 * size)
+    sizes |= dict.fromkeys(("g_next", "g_list", "g_place", "g_from", "g_kept", "owned"), 4 * size)
     kinds = Scratch.__annotations__.items()
     fields: dict[str, Any] = {
         name: np.zeros(sizes.get(name, size + 1), np.int64 if "Longs" in str(kind) else np.int32) for name, kind in kinds

@@ -139,6 +139,58 @@ class Groups(NamedTuple):
     cold_behind_messages: Longs
 
 
+class SyncTemplates(NamedTuple):
+    """How regions may be synchronized: ``plan.syncs.seam.Template``, by number. ``known``: lists of a code, what reaches the region (0: no
+    gradient, 1: one does, 2: it is frozen), 1 + the number of its compression or 0, and the readers; ``number``: by list, its template.
+
+    By template: its rows ``row_ptr[t]:row_ptr[t + 1]``; ``readers``, a set; ``parts``: into how many parts a region is cut, 0 if readers
+    own all of it; ``inside`` from ``inside_ptr`` on: by reader, which of them it owns; ``added``; ``even``: whether all readers are
+    accelerators; ``offloads``: whether hosts update; ``by_rows``: whether only rows with a gradient do; ``partitions`` on servers;
+    ``ending``: which of WORKS comes last, or -1; ``wire_bits``: of an element on its way, 0 if as many as its type has; ``limits`` from 2 t
+    on: bytes at which the first bucket closes, and each later one, 0 if regions travel alone. ``told`` and ``asked``, from their ``_ptr``
+    on: source and target of each pair.
+
+    By row: ``phase``, ``stage``, ``how``, ``amount``, ``apart``, ``large``, ``work``; its items ``item_ptr[r]:item_ptr[r + 1]``: sets of
+    devices, or of an exchange twice the round (and one if its targets add up), source, target and amount of each flow; ``first``: the first
+    device of what is apart. Amounts: 0 for the whole; 1 + part for what is owned; then those of looked-up rows, from ``amount_ptr[t]`` on:
+    ``of``, ``part``, and ``who``: the place of a reader, or the number of readers + that of a leader.
+    """
+
+    known: Lists
+    number: Ints
+    row_ptr: Longs
+    readers: Ints
+    parts: Ints
+    inside_ptr: Longs
+    inside: Ints
+    added: Ints
+    even: Ints
+    offloads: Ints
+    by_rows: Ints
+    partitions: Ints
+    ending: Ints
+    wire_bits: Ints
+    limits: Longs
+    told_ptr: Longs
+    told: Ints
+    asked_ptr: Longs
+    asked: Ints
+    amount_ptr: Longs
+    of: Ints
+    who: Ints
+    part: Ints
+    phase: Ints
+    stage: Ints
+    how: Ints
+    amount: Ints
+    apart: Ints
+    large: Ints
+    work: Ints
+    first: Ints
+    item_ptr: Longs
+    item: Ints
+
+
 class ShardTables(NamedTuple):
     """How parameters may be cut: geometry g has the shards ``ptr[g]:ptr[g + 1]``.
 

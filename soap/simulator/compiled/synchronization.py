@@ -6,12 +6,11 @@ then the tasks of other methods, which the methods' own files in ``syncs`` add.
 
 from __future__ import annotations
 
-from soap.simulator.communication.offloading import OFFLOADING_NS
-from soap.simulator.compiled.chunks import cut_sums
+from soap.plan.syncs.seam import Phase
 from soap.simulator.compiled.graph_arrays import GraphTables
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.marks import runs_again
-from soap.simulator.compiled.scratch import EDGES, EXPECTED, PACKED, PACKED_SHARDS, PRICES, STAMP, TASKS
+from soap.simulator.compiled.scratch import EDGES, EXPECTED, PACKED_SHARDS, PRICES, STAMP, TASKS
 from soap.simulator.compiled.second_runs import weights_slot
 from soap.simulator.compiled.state import (
     ARENA,
@@ -25,36 +24,23 @@ from soap.simulator.compiled.state import (
     Groups,
     State,
 )
-from soap.simulator.compiled.syncs.all_reduce import finish_bucket, join_bucket
+from soap.simulator.compiled.syncs.alone import add_alone
 from soap.simulator.compiled.syncs.clipping import begin_norm, finish_norm
-from soap.simulator.compiled.syncs.codes import gathers_rows, is_compressed, is_in_buckets, offloads
 from soap.simulator.compiled.syncs.compressed import add_compressed
-from soap.simulator.compiled.syncs.dispatch import add_owners_tasks, owned_by_servers
-from soap.simulator.compiled.syncs.even_parts import is_even
+from soap.simulator.compiled.syncs.exchange import wait_for_tiles
 from soap.simulator.compiled.syncs.members import (
-    compresses,
     find_geometries,
     find_geometry,
     find_members,
     first_user_with_gradient,
 )
-from soap.simulator.compiled.syncs.offloading import offload
-from soap.simulator.compiled.syncs.packing import pack
-from soap.simulator.compiled.syncs.pricing import adding_ns, ask_prices, table_price_ns
-from soap.simulator.compiled.syncs.sharded_state import (
-    finish_scatter,
-    gather_values,
-    is_scattered,
-    owned_by_readers,
-    part_adding_ns,
-    part_bytes,
-    part_ns,
-    part_of_place,
-    sharers,
-)
-from soap.simulator.compiled.syncs.sparse_all_gather import gathered_bytes, gathered_rows
+from soap.simulator.compiled.syncs.pricing import ask_prices
+from soap.simulator.compiled.syncs.templates import add_rows, find_template, phase_row, put_into_bucket
+from soap.simulator.compiled.syncs.updates import add_update, bring_values
 from soap.simulator.compiled.task_keys import STATE_FULL, UPDATE, set_key, task_key
 from soap.simulator.compiled.world import World
+
+_AFTER_BACKWARD = int(Phase.AFTER_BACKWARD)
 
 
 @compiled
@@ -120,7 +106,7 @@ def synchronize(W: World) -> None:
     G, R, D, C, S = W.graph, W.groups, W.shards, W.state, W.scratch
     devices = len(C.busy)
     slot0 = C.used[SLOTS]
-    S.count[EDGES] = S.count[TASKS] = S.count[PRICES] = S.count[PACKED] = S.count[PACKED_SHARDS] = 0
+    S.count[EDGES] = S.count[TASKS] = S.count[PRICES] = S.count[PACKED_SHARDS] = 0
     S.count[STAMP] += 1
     opened = S.count[STAMP]
     for device in range(devices):
@@ -139,19 +125,16 @@ def synchronize(W: World) -> None:
                 if lowest < 0:  # an idle shard has an update, which is counted with the parameter's first shard
                     if G.user[first_user + first_lowest] == op:
                         find_members(W, parameter, shard)
-                        _add_update(W, parameter, shard)
+                        add_update(W, find_template(W, parameter, shard), parameter, shard, False)
                 elif G.user[first_user + lowest] == op:
                     _synchronize_shard(W, parameter, shard, opened, slot0)
     buckets = S.count[TASKS]
     for bucket in range(buckets):
-        if is_scattered(W, bucket):
-            finish_scatter(W, bucket, slot0 + bucket, slot0)
-        else:
-            finish_bucket(W, bucket, slot0 + bucket)
-    gather_values(W, buckets, slot0)
+        if S.packed_first[bucket] < 0:
+            add_rows(W, bucket, _AFTER_BACKWARD, slot0 + bucket, slot0)
+    bring_values(W, buckets, slot0)
     begin_norm(W, slot0)
-    add_owners_tasks(W, slot0)
-    cut_sums(R, C, S, slot0, buckets)  # what follows is not cut
+    add_alone(W, buckets, slot0)
     finish_norm(W, slot0)
     add_compressed(W, slot0, buckets)
     ask_prices(D, S)
@@ -168,16 +151,18 @@ def synchronize(W: World) -> None:
 
 @compiled
 def _synchronize_shard(W, parameter, shard, opened, slot0):  # type: ignore[no-untyped-def]
-    """Add a shard's updates on its owners, and put it into a bucket. A shard that servers own gets neither here, and a gathered one no
-    bucket. Their tasks, and those of compressed buckets, come after all sums."""
+    """Add a shard's updates on its owners, and put it into a bucket. A shard that servers own gets neither here. Their tasks, and those of
+    compressed buckets, come after all sums."""
+    C, S = W.state, W.scratch
     find_members(W, parameter, shard)
-    if not owned_by_servers(W, parameter):
-        _add_update(W, parameter, shard)
-        code = W.state.sync[parameter]
-        if compresses(W, code):
-            pack(W, parameter, shard)
-        elif W.scratch.members[0] > 1 and (is_in_buckets(code) or is_compressed(code)):
-            join_bucket(W, parameter, shard, opened, slot0)
+    template = find_template(W, parameter, shard)
+    if W.templates.partitions[template] > 0:
+        return
+    add_update(W, template, parameter, shard, False)
+    if W.templates.limits[2 * template] > 0 and phase_row(W.templates, template, _AFTER_BACKWARD) >= 0:
+        bucket = put_into_bucket(W, template, parameter, shard, opened)
+        if S.packed_first[bucket] < 0:
+            wait_for_tiles(C, S, slot0 + bucket, slot0 + bucket + 1)
 
 
 @compiled
@@ -196,71 +181,10 @@ def expect_updates(W: World, op: int) -> None:
             continue
         for shard in range(D.ptr[geometry], D.ptr[geometry + 1]):
             find_members(W, parameter, shard)
-            if owned_by_readers(W, parameter, shard):
-                _expect_parts(W, parameter, shard)
-            elif D.lowest[shard] < 0 or not owned_by_servers(W, parameter):
-                own, rows = _gathered(W, parameter, shard)
-                away = offloads(W.state.sync[parameter])
-                for i in range(1, 1 + S.members[0]):
-                    S.floor[S.members[i]] -= OFFLOADING_NS if away else _update_ns(W, S.members[i], shard, own, rows)
+            template = find_template(W, parameter, shard)
+            if W.templates.partitions[template] == 0:
+                add_update(W, template, parameter, shard, True)
     ask_prices(D, S)
-
-
-@compiled
-def _add_update(W, parameter, shard):  # type: ignore[no-untyped-def]
-    """Add the updates of a shard on its owners, if these are readers."""
-    S = W.scratch
-    if owned_by_readers(W, parameter, shard):
-        others = 0 if is_even(W) else sharers(S) - 1
-        for place in range(S.members[0]):
-            part, device = part_of_place(W, parameter, shard, place), S.members[1 + place]
-            if part >= 0 and offloads(W.state.sync[parameter]):
-                offload(W, device, part_bytes(W, shard, part))
-                S.update[device] += part_adding_ns(W, shard, part, device, others)
-            elif part >= 0:
-                S.update[device] += part_ns(W, shard, part, device, others)
-        return
-    own, rows = _gathered(W, parameter, shard)
-    for i in range(S.members[0]):
-        device = S.members[1 + i]
-        if offloads(W.state.sync[parameter]):
-            offload(W, device, W.shards.bytes[shard])
-        else:
-            S.update[device] += _update_ns(W, device, shard, own, rows)
-
-
-@compiled
-def _expect_parts(W, parameter, shard):  # type: ignore[no-untyped-def]
-    """Subtract from ``floor`` the updates of a shard's parts, each on the reader that owns it."""
-    S, away = W.scratch, offloads(W.state.sync[parameter])
-    others = 0 if is_even(W) else sharers(S) - 1
-    for place in range(S.members[0]):
-        part, device = part_of_place(W, parameter, shard, place), S.members[1 + place]
-        if part >= 0:
-            if away:
-                S.floor[device] -= part_adding_ns(W, shard, part, device, others) + OFFLOADING_NS
-            else:
-                S.floor[device] -= part_ns(W, shard, part, device, others)
-
-
-@compiled
-def _gathered(W, parameter, shard):  # type: ignore[no-untyped-def]
-    """(bytes that each reader updates, rows that it adds up for that) of a shard with a sparse all-gather; else (-1, 0)."""
-    D, C = W.shards, W.state
-    if not gathers_rows(C.sync[parameter]) or D.lowest[shard] < 0:
-        return -1, 0
-    return gathered_bytes(W, parameter, shard), gathered_rows(W, parameter, shard)
-
-
-@compiled
-def _update_ns(W, device, shard, gathered, rows):  # type: ignore[no-untyped-def]
-    K, D = W.cluster, W.shards
-    kind = K.device_type[device]
-    if gathered < 0:
-        return D.update_ns[kind, shard]
-    update = table_price_ns(W, K.hosts[0] + kind, gathered, D.bytes[shard])
-    row_seconds = K.row_seconds[device] if K.serves_itself[device] else 0.0
-    return adding_ns(rows * D.row_bytes[shard], rows, K.memory_bandwidth[device], row_seconds) + update
 
 
 @compiled

@@ -7,12 +7,12 @@ from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.rows import INDEX_BYTES, is_sparse
 from soap.simulator.compiled.scratch import FLOWS
 from soap.simulator.compiled.state import PULLS, SLOTS, State
-from soap.simulator.compiled.syncs.codes import has_server, is_local, travels_by_rows
-from soap.simulator.compiled.syncs.exchange import add_before, begin_exchange, new_row
+from soap.simulator.compiled.syncs.alone import pull_region
+from soap.simulator.compiled.syncs.codes import travels_by_rows
+from soap.simulator.compiled.syncs.exchange import add_exchange, begin_exchange, enter_before, new_row
 from soap.simulator.compiled.syncs.gathering import make_gathers
 from soap.simulator.compiled.syncs.members import find_geometry, find_members, is_trained
-from soap.simulator.compiled.syncs.parameter_server import pull_region
-from soap.simulator.compiled.syncs.server_traffic import prepare
+from soap.simulator.compiled.syncs.templates import find_template, server_at
 from soap.simulator.compiled.task_keys import FORWARD, task_key
 from soap.simulator.compiled.world import World
 
@@ -29,9 +29,9 @@ def make_pulls(W: World) -> None:
         find_geometry(W, parameter)
         geometry = S.geometry[parameter]
         for shard in range(D.ptr[geometry], D.ptr[geometry + 1]):
-            if has_server(C.sync[parameter]) and D.lowest[shard] >= 0:
+            if D.lowest[shard] >= 0:
                 find_members(W, parameter, shard)
-                pull_region(W, parameter, shard, shard - D.ptr[geometry])
+                pull_region(W, 0, find_template(W, parameter, shard), parameter, shard)
     _ask(W)
     make_gathers(W)
 
@@ -51,14 +51,13 @@ def _ask(W):  # type: ignore[no-untyped-def]
     for within in (True, False):  # members tell their leaders, then leaders tell the owners
         stamp = begin_joining(S)
         for parameter in range(len(G.parameter_dtype)):
-            code = C.sync[parameter]
-            if not is_asked_for(G, C, parameter) or (within and not (has_server(code) and is_local(code))):
+            if not is_asked_for(G, C, parameter):
                 continue
             geometry = S.geometry[parameter]
             for shard in range(D.ptr[geometry], D.ptr[geometry + 1]):
                 if D.lowest[shard] >= 0:
                     find_members(W, parameter, shard)
-                    _join_asked(W, parameter, shard, shard - D.ptr[geometry], stamp, within)
+                    _join_asked(W, parameter, shard, stamp, within)
         if S.count[FLOWS] > 0:
             counted_ns, counted = round_ns(K, S, 0), total_flow(S)
             hold_ends(S)
@@ -70,30 +69,24 @@ def _ask(W):  # type: ignore[no-untyped-def]
     row = new_row(C, pulls)
     for i in range(pulls):
         C.arena[row + 2 + i] = C.pull_slot[0] + i
-    slot = add_before(W, task_key(FORWARD, 0, 0, 0, 0, 0), duration, moved, -1, row)
-    C.overhead[slot] = 0
+    add_exchange(W, C.used[SLOTS], task_key(FORWARD, 0, 0, 0, 0, 0), duration, moved)
+    C.overhead[enter_before(C, -1, row)] = 0
 
 
 @compiled
-def _join_asked(W, parameter, shard, number, stamp, within):  # type: ignore[no-untyped-def]
+def _join_asked(W, parameter, shard, stamp, within):  # type: ignore[no-untyped-def]
     """Add the flows of the request for one shard. ``within``: from members to their leaders, else from leaders to owners."""
-    K, C, S = W.cluster, W.state, W.scratch
-    devices, code = len(K.device_type), C.sync[parameter]
-    if not has_server(code):
-        for i in range(S.members[0]):
-            for j in range(S.members[0]):
-                if j != i:
-                    join_flow(S, stamp, devices, S.members[1 + i], S.members[1 + j], INDEX_BYTES)
-        return
-    count = prepare(W, parameter, shard, number, code)
-    for i in range(S.members[0]):
-        device = S.members[1 + i]
-        if within and S.leader[i] != i:
-            join_flow(S, stamp, devices, device, S.members[1 + S.leader[i]], INDEX_BYTES)
-        elif not within and S.leader[i] == i:
-            for part in range(count):
-                if S.p_server[part] != device:
-                    join_flow(S, stamp, devices, device, S.p_server[part], INDEX_BYTES)
+    S, Y, devices = W.scratch, W.templates, len(W.cluster.device_type)
+    template = find_template(W, parameter, shard)
+    pointers, pairs = Y.told_ptr if within else Y.asked_ptr, Y.told if within else Y.asked
+    for i in range(pointers[template], pointers[template + 1], 2):
+        source, target = pairs[i], pairs[i + 1]
+        if target < -W.shards.rows[shard]:
+            continue  # there are no more partitions than rows
+        if target < 0:
+            target = server_at(W, parameter, shard, -1 - target)
+        if source != target:
+            join_flow(S, stamp, devices, source, target, INDEX_BYTES)
 
 
 @compiled

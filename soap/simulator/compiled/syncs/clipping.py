@@ -8,31 +8,15 @@ from soap.plan.syncs.seam import SERVE
 from soap.simulator.compiled.communication import allreduce, find_list, sum_overhead_ns
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.machine_code import entry
-from soap.simulator.compiled.scratch import NORM, TASKS
+from soap.simulator.compiled.scratch import NORM, PACKED_SHARDS, TASKS
 from soap.simulator.compiled.state import OTHER, SYNC_BUCKET, SYNC_NORM
-from soap.simulator.compiled.syncs.codes import has_server, is_compressed, travels_by_rows
 from soap.simulator.compiled.syncs.exchange import add_sync_edge, new_row
 from soap.simulator.compiled.syncs.members import compresses, find_geometries, find_members, is_trained
-from soap.simulator.compiled.syncs.sharded_state import owned_by_readers
+from soap.simulator.compiled.syncs.templates import find_template
 from soap.simulator.compiled.task_keys import STATE_FULL, SYNC, UPDATE, phase_of, set_key, stage_of, task_key
 from soap.simulator.compiled.world import World
 
 NO_NORM = -1
-
-
-@compiled
-def any_compresses(W: World) -> bool:
-    """Whether some shard is compressed. Needs the parameters' geometries."""
-    G, D, C, S = W.graph, W.shards, W.state, W.scratch
-    for parameter in range(len(G.parameter_dtype)):
-        if is_compressed(C.sync[parameter]) and is_trained(G, parameter):
-            geometry = S.geometry[parameter]
-            for shard in range(D.ptr[geometry], D.ptr[geometry + 1]):
-                if D.lowest[shard] >= 0:
-                    find_members(W, parameter, shard)
-                    if compresses(W, C.sync[parameter]):
-                        return True
-    return False
 
 
 @compiled
@@ -41,7 +25,7 @@ def begin_norm(W: World, slot0: int) -> None:
     the parameters' geometries."""
     D, C, S = W.shards, W.state, W.scratch
     S.count[NORM] = NO_NORM
-    if not D.clips[0] or len(C.busy) == 1 or any_compresses(W):
+    if not D.clips[0] or len(C.busy) == 1 or S.count[PACKED_SHARDS] > 0:
         return
     slot = slot0 + S.count[TASKS]
     if slot + 1 > len(C.key):
@@ -94,15 +78,12 @@ def _is_served(C, slot):  # type: ignore[no-untyped-def]
 @entry
 def can_clip(W: World) -> bool:
     """Whether training by the strategy does not clip, or ranks can clip by it: ``plan.syncs.clipping.refusal`` is empty."""
-    G, D, C, S = W.graph, W.shards, W.state, W.scratch
+    G, D, C, S, Y = W.graph, W.shards, W.state, W.scratch, W.templates
     if not D.clips[0]:
         return True
     find_geometries(W)
-    if not any_compresses(W):
-        return True
-    peers = 0
+    peers, able = 0, True
     for parameter in range(len(G.parameter_dtype)):
-        code = C.sync[parameter]
         if not is_trained(G, parameter):
             continue
         geometry = S.geometry[parameter]
@@ -110,10 +91,9 @@ def can_clip(W: World) -> bool:
             if D.lowest[shard] < 0:
                 continue
             find_members(W, parameter, shard)
-            if S.members[0] < len(C.busy) or travels_by_rows(code) or has_server(code) or owned_by_readers(W, parameter, shard):
-                return False
-            if compresses(W, code):
-                if peers > 0 and peers != S.peers[0]:  # all read it, so as many peers are the same ones
-                    return False
+            template = find_template(W, parameter, shard)
+            able &= S.members[0] == len(C.busy) and Y.limits[2 * template] > 0 and Y.parts[template] == 0
+            if compresses(W, C.sync[parameter]):
+                able &= peers == 0 or peers == S.peers[0]  # all read it, so as many peers are the same ones
                 peers = S.peers[0]
-    return True
+    return able or peers == 0

@@ -8,8 +8,6 @@ its type has); the method's number; partitions less one, or, of a compression, i
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
 from threading import Lock
 
 import numpy as np
@@ -20,16 +18,13 @@ from soap.simulator.compiled.graph_arrays import Ints
 from soap.simulator.compiled.jit import compiled
 from soap.strategy.compression import Compression
 from soap.strategy.config import Strategy, SyncConfig
-from soap.strategy.sync import compressed, of_method
 from soap.strategy.sync_contracts import METHODS
 
 FIELDS = ("owner", "payload", "residence", "within", "partitions", "compression", "offload")
-"""The fields of a ``SyncConfig`` that are in its code. Synchronizations that differ only in other fields are the same to compiled code."""
+"""The fields of a ``SyncConfig``, all of which are in its code."""
 
 _ROWS, _SERVERS, _HOSTS, _COMPRESSED, _PARTS, _GATHERED, _OFFLOAD, _WIRE, _METHOD, _PARTITIONS = 0, 1, 2, 3, 4, 5, 6, 7, 15, 19
 """The lowest bit of each part of a code."""
-_METHODS = (1 << _PARTITIONS - _METHOD) - 1
-"""The method's number is at most this."""
 
 MOST_SETTINGS = 1 << 12
 
@@ -40,6 +35,7 @@ class SyncCodes:
     def __init__(self) -> None:
         self._settings: dict[Compression, int] = {}
         self._known: dict[SyncConfig, int] = {}
+        self._syncs = {0: SyncConfig()}
         self._lock = Lock()
 
     def of_parameters(self, graph: OperatorGraph, strategy: Strategy) -> Ints:
@@ -58,7 +54,7 @@ class SyncCodes:
         code |= sync.offload << _OFFLOAD | contract.compresses << _COMPRESSED
         code |= (contract.owner == "parts") << _PARTS | contract.gathers_values << _GATHERED
         code |= (sync.within == "host") << _HOSTS | contract.has_servers << _SERVERS | contract.by_rows << _ROWS
-        self._known[sync] = code
+        self._known[sync], self._syncs[code] = code, sync
         return code
 
     def settings_number(self, compression: Compression) -> int:
@@ -72,19 +68,13 @@ class SyncCodes:
             self._settings[compression] = number
         return number
 
-    def sync(self, code: int) -> SyncConfig:
-        """The synchronization that has this code."""
-        contract = METHODS[code >> _METHOD & _METHODS]
-        within = contract.within[code >> _HOSTS & 1]
-        if contract.compresses:
-            return compressed(list(self._settings)[code >> _PARTITIONS], within)
-        return replace(of_method(contract, 1 + (code >> _PARTITIONS), within), offload=bool(code >> _OFFLOAD & 1))
+    def compression(self, number: int) -> Compression:
+        """The compression that was given this number."""
+        return list(self._settings)[number]
 
-    def known_sync(self, code: int, held: SyncConfig, choices: Iterable[SyncConfig]) -> SyncConfig:
-        """``sync``, but ``held`` itself if it has this code, else the one of ``choices`` that has it: these may have fields beyond the
-        code."""
-        found = next((sync for sync in (held, *choices) if self.code(sync) == code), None)
-        return self.sync(code) if found is None else found
+    def sync(self, code: int) -> SyncConfig:
+        """The synchronization that was given this code."""
+        return self._syncs[code]
 
 
 @compiled
@@ -95,7 +85,7 @@ def travels_by_rows(code: int) -> bool:
 
 @compiled
 def has_server(code: int) -> bool:
-    """Whether parameter servers own the parameter. Not every region need be on a server: see ``dispatch.owned_by_servers``."""
+    """Whether parameter servers own the parameter."""
     return code >> _SERVERS & 1 == 1
 
 
@@ -130,9 +120,9 @@ def offloads(code: int) -> bool:
 
 
 @compiled
-def is_in_buckets(code: int) -> bool:
-    """Whether dense gradients of several regions travel together."""
-    return code & 11 == 0
+def is_alone(code: int) -> bool:
+    """Whether each region travels by itself: by rows, or to servers and back."""
+    return code & 3 != 0
 
 
 @compiled
@@ -151,12 +141,6 @@ def partitions_of(code: int) -> int:
 def is_local(code: int) -> bool:
     """Whether a host's devices communicate together, through one of them (local aggregation)."""
     return code >> _HOSTS & 1 == 1
-
-
-@compiled
-def method_of(code: int) -> int:
-    """The method's position in the registry. All shards of a bucket have the same method."""
-    return code >> _METHOD & _METHODS
 
 
 @compiled

@@ -62,12 +62,10 @@ def new_row(C, count):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def add_before(W, key, duration, moved, owner, row):  # type: ignore[no-untyped-def]
-    """Add a task before the forward pass; returns its slot."""
-    C = W.state
+def enter_before(C, owner, row):  # type: ignore[no-untyped-def]
+    """Enter the task in the first free slot, before the forward pass; returns the slot. ``row``: of what waits for it."""
     slot = C.used[SLOTS]
-    add_exchange(W, slot, key, duration, moved)
-    C.kind[slot], C.owner[slot], C.index[slot], C.waits[slot] = OTHER, owner, row, 0
+    C.alive[slot], C.kind[slot], C.owner[slot], C.index[slot], C.waits[slot] = 1, OTHER, owner, row, 0
     C.used[SLOTS] = slot + 1
     C.used[PULLS] += 1
     return slot

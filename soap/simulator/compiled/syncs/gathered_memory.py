@@ -7,8 +7,8 @@ from soap.simulator.compiled.arrays import fill
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.memory_tables import DOUBTFUL, HELD, HELD_DOUBTFUL, SENT, MemoryTables
 from soap.simulator.compiled.scratch import FULL
-from soap.simulator.compiled.syncs.even_parts import bucket_bytes, is_even_bucket, largest_part
 from soap.simulator.compiled.syncs.gathering import find_groups, find_next, stays
+from soap.simulator.compiled.syncs.templates import bucket_bytes, largest_part
 from soap.simulator.compiled.world import World
 
 
@@ -47,7 +47,7 @@ def _find_kept(W, buckets, uses):  # type: ignore[no-untyped-def]
 
 @compiled
 def _add_device(W, M, buckets, device):  # type: ignore[no-untyped-def]
-    R, C, S = W.groups, W.state, W.scratch
+    R, C, S, Y = W.groups, W.state, W.scratch, W.templates
     devices, items, count, ahead = len(C.busy), 2 * buckets, S.settling[device], C.prefetch[0] + 1
     first = device * items
     values = gradients = 0
@@ -66,7 +66,7 @@ def _add_device(W, M, buckets, device):  # type: ignore[no-untyped-def]
         bucket = S.g_list[first + k]
         if bucket >= buckets:
             continue
-        size, group, even = bucket_bytes(W, bucket), S.t_res_n[bucket], is_even_bucket(W, bucket)
+        size, group, even = bucket_bytes(W, bucket), S.t_res_n[bucket], W.templates.even[S.bucket_template[bucket]] == 1
         kept = size if S.g_kept[bucket * devices + device] else 0
         values, total, largest = values + kept, total + size, max(largest, size)
         if not W.graph.trainable[S.t_res[bucket]]:
@@ -77,8 +77,8 @@ def _add_device(W, M, buckets, device):  # type: ignore[no-untyped-def]
         readers, own = R.sets.ptr[group + 1] - R.sets.ptr[group], 0
         for i in range(readers):
             if R.sets.item[R.sets.ptr[group] + i] == device:
-                own = S.owned[S.owned_ptr[bucket] + i]
-        moving = size + (0 if even else (S.bucket_sharers[bucket] - 1) * own)
+                own = S.owned[S.owned_ptr[bucket] + Y.inside[Y.inside_ptr[S.bucket_template[bucket]] + i]]
+        moving = size + Y.added[S.bucket_template[bucket]] * own
         moved, most_moved = moved + moving, max(most_moved, moving)
         padding += largest_part(W, bucket) - own if even else 0
     if stays(W):

@@ -9,20 +9,21 @@ With micro-batches (``stays``) there are no items for the backward pass, and non
 
 from __future__ import annotations
 
-from soap.plan.syncs.seam import PULL, REGATHER
+from soap.plan.syncs.seam import Phase
 from soap.simulator.compiled.arrays import fill
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.marks import runs_again
 from soap.simulator.compiled.scratch import EDGES, FULL, STAMP, TASKS, USES, Scratch
-from soap.simulator.compiled.state import ARENA
-from soap.simulator.compiled.syncs.all_reduce import put_into_bucket
+from soap.simulator.compiled.state import ARENA, SLOTS
 from soap.simulator.compiled.syncs.codes import is_gathered
-from soap.simulator.compiled.syncs.exchange import add_before, add_sync_edge, new_row
+from soap.simulator.compiled.syncs.exchange import add_sync_edge, enter_before, new_row
 from soap.simulator.compiled.syncs.members import find_geometry, find_members, first_user_with_gradient, is_used
-from soap.simulator.compiled.syncs.sharded_state import exchange_of, owned_by_readers
-from soap.simulator.compiled.task_keys import STATE_FULL, SYNC, task_key
+from soap.simulator.compiled.syncs.templates import find_template, phase_row, put_into_bucket, write_row
+from soap.simulator.compiled.task_keys import STATE_FULL
 from soap.simulator.compiled.world import World
 from soap.strategy.recomputation import LIGHT
+
+_BEFORE_FORWARD, _BEFORE_BACKWARD = int(Phase.BEFORE_FORWARD), int(Phase.BEFORE_BACKWARD)
 
 
 @compiled
@@ -99,8 +100,9 @@ def _fill_buckets(W):  # type: ignore[no-untyped-def]
                 if lowest < 0 or G.user[first_user + lowest] != op:
                     continue
                 find_members(W, parameter, shard)
-                if owned_by_readers(W, parameter, shard):
-                    bucket = put_into_bucket(W, parameter, shard, opened)
+                template = find_template(W, parameter, shard)
+                if phase_row(W.templates, template, _BEFORE_FORWARD) >= 0:
+                    bucket = put_into_bucket(W, template, parameter, shard, opened)
                     for i in range(S.count[USES]):
                         add_sync_edge(S, S.use_slot[i], bucket)
 
@@ -227,10 +229,10 @@ def _add_gathers(W, buckets, uses):  # type: ignore[no-untyped-def]
     for i in range(ordered(S, buckets)):
         item = S.g_order[i]
         bucket = item % buckets
-        duration, moved = exchange_of(W, bucket, True)
-        key = task_key(SYNC, S.t_res[bucket], PULL if item < buckets else REGATHER, S.bucket_region[bucket], 0, 0)
+        phase = _BEFORE_FORWARD if item < buckets else _BEFORE_BACKWARD
+        write_row(W, bucket, phase_row(W.templates, S.bucket_template[bucket], phase), C.used[SLOTS])
         row = new_row(C, S.g_count[item])
-        S.g_slot[item] = add_before(W, key, duration, moved, S.g_first[bucket], row)
+        S.g_slot[item] = enter_before(C, S.g_first[bucket], row)
         S.g_count[item] = row + 2  # where the next successor goes
     for i in range(uses):
         slot, bucket = S.e_src[i], S.e_dst[i]

@@ -133,34 +133,6 @@ def find_leaders(W: World, code: int) -> None:
 
 
 @compiled
-def find_copies(W: World, code: int) -> int:
-    """Returns how many copies readers share of what they own in parts: one, or one on each host; 0 if nothing is shared, since each host
-    has a single reader. Fill ``leader``: for each reader, the place of the first reader of its copy; ``inside``: its place among the
-    readers of its copy; ``peers``. Call it after ``find_members``. The counterpart of ``plan.syncs.sharing``."""
-    S = W.scratch
-    readers, copies = S.members[0], 1
-    if is_local(code):
-        find_leaders(W, code)
-        copies = S.peers[0]
-        if copies == readers:
-            return 0
-        for i in range(readers):
-            S.received[i] = 0
-        for i in range(readers):
-            S.inside[i] = S.received[S.leader[i]]
-            S.received[S.leader[i]] += 1
-        alike = True
-        for i in range(readers):
-            alike &= S.received[S.leader[i]] * copies == readers
-        if alike:
-            return copies
-    for i in range(readers):
-        S.leader[i], S.inside[i] = 0, i
-    S.peers[0], S.peers[1] = 1, S.members[1]
-    return 1
-
-
-@compiled
 def compresses(W: World, code: int) -> bool:
     """Whether a shard's gradients are compressed: if the method does that, and several peers exchange them. Call it after
     ``find_members``; then ``find_leaders`` need not be called."""

@@ -36,9 +36,8 @@ from soap.simulator.compiled.syncs.codes import (
     wire_bytes,
 )
 from soap.simulator.compiled.syncs.compressed import held_bytes
-from soap.simulator.compiled.syncs.even_parts import is_even
 from soap.simulator.compiled.syncs.members import compresses, find_geometry, find_members, is_used
-from soap.simulator.compiled.syncs.sharded_state import owned_by_readers, part_bytes, part_of_place, sharers
+from soap.simulator.compiled.syncs.templates import find_template, own_bytes, part_bytes
 from soap.simulator.compiled.variants import CELLS
 from soap.simulator.compiled.world import World
 
@@ -105,8 +104,9 @@ def _add_by_shards(W, M, parameter):  # type: ignore[no-untyped-def]
         if D.lowest[shard] < 0 and W.graph.trainable[parameter]:
             continue
         find_members(W, parameter, shard)
-        if owned_by_readers(W, parameter, shard):
-            _add_dealt_out(W, M, parameter, shard)
+        template = find_template(W, parameter, shard)
+        if W.templates.parts[template] > 0:
+            _add_dealt_out(W, M, template, parameter, shard)
         elif compresses(W, W.state.sync[parameter]):
             for i in range(S.members[0]):
                 _add(M, S.members[1 + i], 0, held_bytes(W, parameter, shard, i))
@@ -122,22 +122,24 @@ def away_bytes(W: World, M: MemoryTables, code: int, device: int) -> int:
 
 
 @compiled
-def _add_dealt_out(W, M, parameter, shard):  # type: ignore[no-untyped-def]
+def _add_dealt_out(W, M, template, parameter, shard):  # type: ignore[no-untyped-def]
     """Add what readers hold that own parts: buffers in which gradients and values arrive, but no states of what others own. If values are
     gathered for their uses, neither are others' values nor their gradients there all the time (``gathered_memory`` adds what is)."""
     S, size, code = W.scratch, W.shards.bytes[shard], W.state.sync[parameter]
-    gathered, most = is_gathered(code), part_bytes(W, shard, 0) if is_even(W) else 0
+    sharers, most = W.templates.parts[template], 0
+    gathered, even = is_gathered(code), W.templates.even[template] == 1
+    for place in range(sharers if even else 0):
+        most = max(most, part_bytes(W, template, parameter, shard, place))
     for i in range(S.members[0]):
-        part, device = part_of_place(W, parameter, shard, i), S.members[1 + i]
-        own = part_bytes(W, shard, part) if part >= 0 else 0
+        device, own = S.members[1 + i], own_bytes(W, template, parameter, shard, i)
         if W.graph.trainable[parameter]:
             M.part[HELD, device] += away_bytes(W, M, code, device) * (own - size)
         if gathered:
             _add_part(M, device, own - size, W.graph.trainable[parameter])
         elif most > 0:  # of each region the largest part: at least what a bucket's owner of most has
-            _add_owned(M, device, own - size, (2 * sharers(S) + 1) * most - size)
+            _add_owned(M, device, own - size, (2 * sharers + 1) * most - size)
         else:
-            _add_owned(M, device, own - size, size + sharers(S) * own)
+            _add_owned(M, device, own - size, size + sharers * own)
 
 
 @compiled
