@@ -39,7 +39,7 @@ def blocks(contents: Contents) -> Sequence[Block]:
     for device, alike in distinct(simulation):
         name = names_of(simulation)[device]
         also = f" (and {alike} alike)" if alike else ""
-        curve = simulation.memory_by_kind[device]
+        curve = simulation.memory_over_time[device]
         peak = f"{format_bytes(curve.peak_bytes)} of {format_bytes(limits_of(simulation)[device])} at its peak"
         about = (
             "Bytes that the simulated order of tasks holds, without the allowance for other orders. The dashed line is the limit, where it "
@@ -63,7 +63,7 @@ def limits_of(simulation: Simulation | FoldedSimulation) -> tuple[int, ...]:
 
 def distinct(simulation: Simulation | FoldedSimulation) -> list[tuple[int, int]]:
     """(device, how many others have the same curve), the fullest first."""
-    curves, limits = simulation.memory_by_kind, limits_of(simulation)
+    curves, limits = simulation.memory_over_time, limits_of(simulation)
     groups: dict[object, list[int]] = {}
     for device, curve in enumerate(curves):
         key = limits[device], curve.times_ns.tobytes(), *(own.tobytes() for own in curve.by_kind.values())

@@ -50,17 +50,12 @@ class FoldedSimulation:
     @cached_property
     def memory(self) -> tuple[MemoryUse, ...]:
         """Peak use of each device of the cluster."""
-        return tuple(self._for_all(memory_use(self._with_an_idle_device.plan, self.optimizer_states)))
+        return tuple(self._for_all(self._uses))
 
     @property
     def memory_over_time(self) -> tuple[MemoryCurve, ...]:
         """How much memory each device of the two copies holds over time."""
         return self._curves[:-1]
-
-    @cached_property
-    def memory_by_kind(self) -> tuple[MemoryCurve, ...]:
-        """``memory_over_time`` with what is held of each kind at every time (``MemoryCurve.by_kind``)."""
-        return memory_over_time(self._with_an_idle_device, self.schedule, self.optimizer_states, by_kind=True)[:-1]
 
     @cached_property
     def peak_bytes(self) -> tuple[int, ...]:
@@ -163,7 +158,12 @@ class FoldedSimulation:
     @cached_property
     def _expected(self) -> tuple[int, ...]:
         """The expected peaks of the small topology's devices and of an idle one."""
-        return expected_peaks(self._curves, memory_use(self._with_an_idle_device.plan, self.optimizer_states))
+        return expected_peaks(self._curves, self._uses)
+
+    @cached_property
+    def _uses(self) -> tuple[MemoryUse, ...]:
+        """The bounds of the small topology's devices and of an idle one."""
+        return memory_use(self._with_an_idle_device.plan, self.optimizer_states)
 
     @cached_property
     def _curves(self) -> tuple[MemoryCurve, ...]:

@@ -108,11 +108,6 @@ class Simulation:
         return memory_over_time(self.tasks, self.schedule, self.optimizer_states)
 
     @cached_property
-    def memory_by_kind(self) -> tuple[MemoryCurve, ...]:
-        """``memory_over_time`` with what is held of each kind at every time (``MemoryCurve.by_kind``)."""
-        return memory_over_time(self.tasks, self.schedule, self.optimizer_states, by_kind=True)
-
-    @cached_property
     def peak_bytes(self) -> tuple[int, ...]:
         """The peak memory to expect on each device, with an allowance (``residency.ALLOWANCE``)."""
         return expected_peaks(self.memory_over_time, self.memory)

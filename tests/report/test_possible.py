@@ -89,7 +89,7 @@ def texts(blocks: Sequence[Block]) -> Iterator[str]:
 def check_memory(simulation: Simulation | FoldedSimulation) -> None:
     for held, peak, bound in zip(simulation.peak_by_kind, simulation.peak_bytes, simulation.memory, strict=True):
         assert sum(held.values()) == peak <= bound.total and min(held.values()) >= 0
-    for curve in simulation.memory_by_kind:
+    for curve in simulation.memory_over_time:
         assert min(int(own.min()) for own in curve.by_kind.values()) >= 0
         assert (sum(curve.by_kind.values()) == curve.bytes_held).all()
 
@@ -111,7 +111,7 @@ def test_what_is_never_held_at_once_is_taken_from_what_is_counted() -> None:
     ledger.hold(0, 4, 6, -30, MemoryKind.WORKSPACE)
     ledger.hold(0, 4, 6, 50, MemoryKind.BUFFERS)
     ledger.hold(0, 6, 6, 1000, MemoryKind.BUFFERS, late=True)  # over before anything begins then
-    (curve,) = ledger.curves(by_kind=True)
+    (curve,) = ledger.curves()
     told = {MemoryKind.KEPT: 90, MemoryKind.GRADIENTS: 0, MemoryKind.WORKSPACE: 0, MemoryKind.BUFFERS: 50}
     assert curve.peak_bytes == 140 and {**curve.at_peak} == {**dict.fromkeys(MemoryKind, 0), **told}
     assert curve.bytes_held.tolist() == [100, 140, 100, 0]

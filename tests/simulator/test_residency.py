@@ -74,7 +74,7 @@ def test_a_gradient_that_autograd_takes_as_it_is_counts_once(stolen: bool) -> No
     first, other = on(0, degrees=(1, 1, 1)), on(1, degrees=(1, 1, 1))
     tasks, schedule = played(graph, strategy(l1=first, l2=other, l3=first, loss=on(1, degrees=(1, 1))))
     begins = {tasks.tasks[i].name: begin for i, begin in enumerate(schedule.start_ns.tolist())}
-    curve = memory_over_time(tasks, schedule, by_kind=True)[0]
+    curve = memory_over_time(tasks, schedule)[0]
     held = dict(zip(curve.times_ns.tolist(), curve.by_kind[MemoryKind.GRADIENTS].tolist(), strict=True))
     assert held[begins["backward l3[0]"]] == (1 if stolen else 2) * weight
     assert held[begins["backward l1[0]"]] == 2 * weight
@@ -98,7 +98,7 @@ def test_a_gradient_that_autograd_copies_to_where_a_segment_starts_counts_twice(
     chosen = strategy(l1=first, l2=whole, loss=on(0, degrees=(1,)))
     tasks, schedule = played(replace(graph, footprints=footprints), chosen)
     begins = {tasks.tasks[i].name: begin for i, begin in enumerate(schedule.start_ns.tolist())}
-    curve = memory_over_time(tasks, schedule, by_kind=True)[0]
+    curve = memory_over_time(tasks, schedule)[0]
     held = dict(zip(curve.times_ns.tolist(), curve.by_kind[MemoryKind.WORKSPACE].tolist(), strict=True))
     l1, l2 = 4 * 3 * 4, 4 * 5 * 4
     assert held[begins["backward l2[0]"]] == l2 + (1 + copies) * l1

@@ -29,9 +29,10 @@ from soap.simulator.compiled.memory_tables import (
     WHOLE,
     MemoryTables,
 )
+from soap.simulator.compiled.ordered_memory import order_memory
+from soap.simulator.compiled.pass_places import PlaceTables, count_passes
 from soap.simulator.engine import Engine
 from soap.simulator.memory.hosts import hosts_may_lack
-from soap.simulator.memory.ordered import ordered_bytes
 from soap.simulator.memory.residency import ALLOWANCE
 from soap.simulator.memory.variant_memory import Regions, VariantMemory
 
@@ -39,9 +40,11 @@ NOTHING_LACKED = 1 << 62
 FIRST_SLACK = WHOLE // 50
 """See ``memory_tables.SLACK``: 2%. Each answer that such a strategy does not fit halves it, each one that fits restores it."""
 
-
 NO_TABLES = handle(blank(MemoryTables))
 """Empty tables, for compiled code that does not use them."""
+
+MOST_KNOWN = 2**27
+"""Of ``PlaceTables.done``, which takes 4 bytes for each node and device. Where it would be larger, nothing is known of other devices."""
 
 
 class MemoryBound:
@@ -239,3 +242,41 @@ class MemoryBound:
             found = self._cuts[regions.boxes] = len(self._cuts)
             self._cut_volume.add([regions.volume])
         return found
+
+
+def ordered_bytes(engine: Engine, tables: MemoryTables) -> tuple[bool, Longs]:
+    """(whether hosts certainly have enough memory, by device the upper bound in bytes) of the strategy that an engine holds or proposes, if
+    its passes follow its order of micro-batches. ``tables``: of ``bound_memory``, which was called for this strategy."""
+    devices = engine.topology.device_count
+    fixed: dict[str, Any] = {"chunk": np.zeros(len(engine.graph.operators), np.int32), "sizes": np.zeros(2, np.int64)}
+    fixed |= {name: np.zeros(devices + 1, np.int32) for name in ("base", "node_base", "next")}
+    fixed |= {name: np.zeros(devices, np.int64) for name in ("steady", "ordered")}
+
+    def work() -> bool:
+        counting = _tables(fixed)
+        count_passes(engine.world, counting)
+        slots, actions = fixed["sizes"].tolist()
+        places = _begins(fixed["base"], 1)
+        nodes = _begins(fixed["node_base"], 0)
+        sizes = {"rank": actions + 1, "place": slots, "node": places, "change": places + 1, "node_rank": nodes, "node_first": nodes}
+        sizes["done"] = nodes * devices if nodes * devices <= MOST_KNOWN else 0
+        return bool(order_memory(engine.world, tables, _tables(fixed, sizes)))
+
+    return engine.consult(work), fixed["ordered"]
+
+
+def _begins(counts: np.ndarray[tuple[int, ...], np.dtype[np.int32]], spare: int) -> int:
+    """Make of each device's number where its own begin, with so many spare ones behind them; returns how many there are."""
+    own = counts[:-1] + spare
+    counts[1:] = np.cumsum(own)
+    counts[0] = 0
+    return int(counts[-1])
+
+
+def _tables(fixed: dict[str, Any], sizes: dict[str, int] | None = None) -> PlaceTables:
+    """The handle of tables of these sizes, by name, beside those that are there."""
+    arrays = dict(fixed)
+    for name, kind in PlaceTables.__annotations__.items():
+        if name not in arrays:
+            arrays[name] = np.zeros((sizes or {}).get(name, 0), np.int64 if "Longs" in str(kind) else np.int32)
+    return handle(PlaceTables(**arrays))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,16 +21,14 @@ ENDS, LEAVES, FREED, EARLY, LATE, MADE, OVER, BEGINS = range(8)
 SPARED = (MemoryKind.GRADIENTS, MemoryKind.KEPT, MemoryKind.BUFFERS, MemoryKind.VALUES, MemoryKind.BATCH, MemoryKind.STATES)
 """The kinds of memory of which backward passes hold less than is counted, in this order."""
 
-KINDS = tuple(MemoryKind)
-PLACES = {kind: place for place, kind in enumerate(KINDS)}
-Longs = NDArray[np.int64]
+PLACES = {kind: place for place, kind in enumerate(MemoryKind)}
 
 
 @dataclass(frozen=True)
 class MemoryCurve:
     """What one device holds: ``bytes_held[i]`` from ``times_ns[i]`` on. Both are int64 arrays of one length; times rise from 0.
     ``at_peak``: bytes by kind when the peak is first reached; they add up to it, and none is below 0. ``by_kind``: the same at every time,
-    arrays as ``bytes_held``; empty unless they were asked for."""
+    arrays as ``bytes_held``, at the last moment at which so much is held then."""
 
     times_ns: NDArray[np.int64]
     bytes_held: NDArray[np.int64]
@@ -47,7 +46,7 @@ class Ledger:
 
     def __init__(self, plan: Plan, end_ns: int) -> None:
         self._plan, self._end_ns = plan, end_ns
-        # By device, four numbers a change: time in ns, order, bytes that are taken or, below 0, freed, place in ``KINDS``.
+        # By device, four numbers a change: time in ns, order, bytes that are taken or, below 0, freed, place of its kind.
         self._changes = [array("q") for _ in range(plan.device_count)]
         self._sends: list[list[Send]] = [[] for _ in range(plan.device_count)]
         self._receives: list[list[Send]] = [[] for _ in range(plan.device_count)]
@@ -101,8 +100,8 @@ class Ledger:
         """When the runtime learns that a send that ends at ``end_ns`` is over: on CPUs only at the end, when it asks the library."""
         return end_ns if device in self._plan.accelerators else self._end_ns
 
-    def curves(self, *, by_kind: bool = False) -> tuple[MemoryCurve, ...]:
-        """The curve of each device. ``by_kind``: with what is held of each kind at every time, which takes longer.
+    def curves(self) -> tuple[MemoryCurve, ...]:
+        """The curve of each device.
 
         What is sent is let go when the next one has been packed, or when there is room to add up what answers it.
         """
@@ -113,7 +112,7 @@ class Ledger:
             for device, moving in enumerate(queues):
                 self._received(device, moving, most)
                 moving.clear()
-        return tuple(_curve(changes, by_kind=by_kind) for changes in self._changes)
+        return tuple(_curve(changes) for changes in self._changes)
 
     def _sent(self, device: int, moving: Sequence[Send]) -> None:
         """What a device packs to send it, and what it sends from where that lies."""
@@ -143,10 +142,9 @@ class Ledger:
             self.hold(device, send.start_ns, end, send.held, MemoryKind.BUFFERS, leaves=most is not None, late=late)
 
 
-def _curve(changes: array[int], *, by_kind: bool) -> MemoryCurve:
-    """The curve of one device: at each time the most that it holds as things are taken then, or what is left. ``by_kind``: with what it
-    holds of each kind at the last moment at which it holds so much."""
-    rows = np.array([0, ENDS, 0, 0, *changes], np.int64).reshape(-1, 4)  # the curve begins at 0
+def _curve(changes: array[int]) -> MemoryCurve:
+    """The curve of one device: at each time the most that it holds as things are taken then, or what is left."""
+    rows = np.concatenate(([[0, ENDS, 0, 0]], np.array(changes, np.int64).reshape(-1, 4)))  # the curve begins at 0
     rows = rows[np.lexsort((rows[:, 2], rows[:, 1], rows[:, 0]))]
     times, orders, sizes, kinds = rows.T
     level = np.cumsum(sizes)
@@ -158,24 +156,18 @@ def _curve(changes: array[int], *, by_kind: bool) -> MemoryCurve:
     own = slice(begins[at], ends[at])
     most = np.flatnonzero((sizes[own] > 0) & (level[own] == taken[at]))
     before = slice(0, begins[at] + int(np.searchsorted(orders[own], orders[own][most[-1]] if len(most) else ENDS, side="right")))
-    at_peak = {kind: int(sizes[before][kinds[before] == place].sum()) for kind, place in PLACES.items()}
-    return MemoryCurve(times[begins], held, _settled(at_peak), _by_kind(rows, level, begins, ends, held) if by_kind else {})
-
-
-def _by_kind(rows: Longs, level: Longs, begins: Longs, ends: Longs, held: Longs) -> dict[MemoryKind, Longs]:
-    """``MemoryCurve.by_kind``. ``rows``: changes in order; ``level``: what is held after each. By time: its rows, and what is ``held``."""
+    at_peak = _settled({kind: sizes[before][kinds[before] == place].sum() for kind, place in PLACES.items()})
     shown = np.maximum.reduceat(np.where(level == np.repeat(held, ends - begins), np.arange(len(rows)), -1), begins)
-    sums = {kind: np.cumsum(np.where(rows[:, 3] == place, rows[:, 2], 0))[shown] for kind, place in PLACES.items()}
-    settled = [_settled({kind: int(own[i]) for kind, own in sums.items()}) for i in range(len(shown))]
-    return {kind: np.array([own[kind] for own in settled], np.int64) for kind in KINDS}
+    by_kind = _settled({kind: np.cumsum(np.where(kinds == place, sizes, 0))[shown] for kind, place in PLACES.items()})
+    return MemoryCurve(times[begins], held, {kind: int(size) for kind, size in at_peak.items()}, by_kind)
 
 
-def _settled(held: Mapping[MemoryKind, int]) -> dict[MemoryKind, int]:
-    """Bytes by kind with the same sum, none below 0. Workspace below 0 means that passes never hold all of their operands and gradients at
-    once (``Footprint``): it is less of the gradients that they make, then of what they free."""
+def _settled(held: Mapping[MemoryKind, Any]) -> dict[MemoryKind, Any]:
+    """Bytes by kind, numbers or arrays, with the same sum, none below 0. Workspace below 0 means that passes never hold all of their
+    operands and gradients at once (``Footprint``): it is less of the gradients that they make, then of what they free."""
     found = dict(held)
     for kind in SPARED:
-        spared = min(found[kind], max(0, -found[MemoryKind.WORKSPACE]))
-        found[kind] -= spared
-        found[MemoryKind.WORKSPACE] += spared
+        spared = np.minimum(found[kind], np.maximum(0, -found[MemoryKind.WORKSPACE]))
+        found[kind] = found[kind] - spared
+        found[MemoryKind.WORKSPACE] = found[MemoryKind.WORKSPACE] + spared
     return found

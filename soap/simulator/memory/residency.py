@@ -33,9 +33,8 @@ from soap.plan.syncs.seam import Hold, method_for
 from soap.simulator.memory import peaks
 from soap.simulator.memory.as_run import as_run
 from soap.simulator.memory.gradient_residency import GradientResidency, Sum
-from soap.simulator.memory.leaving import Leaving, sent_of_sum
+from soap.simulator.memory.leaving import Leaving, LeftSums, sent_of_sum
 from soap.simulator.memory.ledger import Ledger, MemoryCurve
-from soap.simulator.memory.left_sums import LeftSums
 from soap.simulator.memory.parameters import assembled_regions, compact_parameters, host_copies, is_away, kept_shards, updating_bytes
 from soap.simulator.memory.peaks import MemoryUse
 from soap.simulator.memory.task_spans import Span, TaskSpans
@@ -47,11 +46,8 @@ ALLOWANCE = 0.045
 what it has summed when its thread gets to it. Measured: ``docs/benchmarks.md``."""
 
 
-def memory_over_time(
-    tasks: TaskGraph, schedule: Schedule, optimizer_states: int = 2, *, by_kind: bool = False
-) -> tuple[MemoryCurve, ...]:
-    """The curve of each device. ``optimizer_states``: tensors of a parameter's size that the optimizer keeps for it. ``by_kind``: with what
-    is held of each kind at every time."""
+def memory_over_time(tasks: TaskGraph, schedule: Schedule, optimizer_states: int = 2) -> tuple[MemoryCurve, ...]:
+    """The curve of each device. ``optimizer_states``: tensors of a parameter's size that the optimizer keeps for it."""
     run = as_run(tasks, schedule)
     spans = TaskSpans(tasks, run)
     ledger = Ledger(tasks.plan, run.schedule.makespan_ns)
@@ -65,7 +61,7 @@ def memory_over_time(
     Leaving(spans, ledger, held.gone).sent()
     held.updated(optimizer_states)
     GradientResidency(spans, ledger, held.behind).gradients()
-    return ledger.curves(by_kind=by_kind)
+    return ledger.curves()
 
 
 def expected_peaks(curves: Iterable[MemoryCurve], bounds: Iterable[MemoryUse]) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ from soap.simulator.folded_prices import FoldedCosts
 from soap.simulator.folding import fold
 from soap.simulator.incremental import IncrementalSimulator
 from soap.simulator.lowering import PlanBuilder, build_plan, lower
-from soap.simulator.memory import ordered
+from soap.simulator.memory import bound
 from soap.simulator.memory.bound import MemoryBound
 from soap.simulator.memory.residency import memory_over_time
 from soap.simulator.reference import simulate
@@ -189,7 +189,7 @@ def test_large_plans_are_never_made(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_knowledge_of_other_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the table of it would be too large the bound is higher, and still one."""
-    monkeypatch.setattr(ordered, "MOST_KNOWN", 0)
+    monkeypatch.setattr(bound, "MOST_KNOWN", 0)
     graph, topology, strategy = even_pipeline("1f1b")
     check(graph, topology, strategy, 0)
     rough = loaded(graph, topology, strategy).in_order_bytes()
