@@ -342,7 +342,7 @@ class SyncMethod(ABC):
 
 def steps_of(plan: Plan, sync: ShardSync, template: Template, method: SyncMethod) -> list[SyncStep]:
     """The rows of a synchronization's template with its bytes; of frozen values those that bring them to their uses."""
-    sizes, owners = _Sizes(plan, sync, template, method.messages(plan, sync)), [plan.shards[number].devices[0] for number in sync.shards]
+    sizes, owners = _Sizes(plan, sync, template, method.messages(plan, sync)), [plan.shards[number].devices for number in sync.shards]
     found: list[SyncStep] = []
     for row in template.rows:
         if row.phase >= Phase.AFTER_BACKWARD and plan.is_frozen(sync):
@@ -387,12 +387,12 @@ def row_name(sync: ShardSync, row: Row) -> str:
     return f"{name} {','.join(map(str, row.groups[0]))}" if row.apart else name
 
 
-def device_of(end: int, owners: Sequence[int]) -> int:
-    """The device at an end of a flow: of a partition, its owner."""
-    return owners[server_of(end)] if end < 0 else end
+def device_of(end: int, owners: Sequence[tuple[int, ...]]) -> int:
+    """The device at an end of a flow: of a partition, its server. ``owners``: of partitions."""
+    return owners[server_of(end)][0] if end < 0 else end
 
 
-def _round(row: tuple[Sequence[Flow], bool], sizes: _Sizes, owners: Sequence[int]) -> tuple[list[tuple[int, int, int]], int]:
+def _round(row: tuple[Sequence[Flow], bool], sizes: _Sizes, owners: Sequence[tuple[int, ...]]) -> tuple[list[tuple[int, int, int]], int]:
     """The flows of a round, and the most bytes that a target adds up. ``owners``: of partitions."""
     flows = [(device_of(source, owners), device_of(target, owners), sizes[amount]) for source, target, amount in row[0]]
     come: dict[int, int] = {}

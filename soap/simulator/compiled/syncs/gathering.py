@@ -211,10 +211,11 @@ def find_next(W: World, buckets: int) -> None:
 
 @compiled
 def _is_over(S, buckets, earlier, item):  # type: ignore[no-untyped-def]
-    """Whether all uses of an earlier item's values come before an item's are needed."""
-    if item >= buckets:
-        return earlier < buckets or S.g_final[earlier - buckets] > S.g_last[item - buckets]
-    return S.g_latest[earlier] < S.g_first[item]
+    """Whether all uses of an earlier item's values come before an item's are needed, or the item's are not computed again."""
+    bucket = item - buckets
+    if bucket < 0 or earlier < buckets or S.g_last[bucket] <= S.g_latest[bucket]:
+        return True
+    return S.g_final[earlier - buckets] > S.g_last[bucket]
 
 
 @compiled
