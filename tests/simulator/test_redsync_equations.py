@@ -20,13 +20,13 @@ import pytest
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
 from soap.plan.collectives import REDUCE_TRAFFIC
-from soap.plan.compression.seam import Exchange, layout_of
+from soap.plan.compression.seam import layout_of
 from soap.plan.delivery import Round
 from soap.plan.plan import Plan, ShardSync, sync_name
-from soap.plan.syncs import compressed as planned
 from soap.plan.syncs.all_reduce import BucketedSum
 from soap.plan.syncs.bucketing import gradient_bytes
-from soap.plan.syncs.seam import SUM, Phase, SyncStep
+from soap.plan.syncs.compressed import CompressedSum
+from soap.plan.syncs.seam import SUM, Phase, SyncMethod, SyncStep
 from soap.profiles.roofline import RooflineCosts
 from soap.simulator.lowering import build_plan, lower
 from soap.simulator.reference import simulate
@@ -80,14 +80,15 @@ def rabenseifner(devices: Sequence[int], size: int) -> tuple[Round, ...]:
 def forced() -> Iterator[None]:
     """The paper's algorithms in place of ours."""
 
-    def sparse(sync: ShardSync, exchange: Exchange) -> tuple[Round, ...]:
-        return doubling(sync.readers, exchange.message_bytes)
+    def sparse(self: CompressedSum, plan: Plan, sync: ShardSync, *, pull_together: bool = True) -> Sequence[SyncStep]:
+        (step,), (message,) = SyncMethod.steps(self, plan, sync), self.messages(plan, sync)
+        return (replace(step, rounds=doubling(sync.readers, message.message_bytes)),)
 
     def dense(self: BucketedSum, plan: Plan, sync: ShardSync, *, pull_together: bool = True) -> Sequence[SyncStep]:
         rounds = rabenseifner(sync.readers, gradient_bytes(plan, sync))
         return (SyncStep(Phase.AFTER_BACKWARD, SUM, sync_name(sync), rounds),)
 
-    with patch.object(planned, "exchange_rounds", sparse), patch.object(BucketedSum, "steps", dense):
+    with patch.object(CompressedSum, "steps", sparse), patch.object(BucketedSum, "steps", dense):
         yield
 
 

@@ -5,8 +5,9 @@ group of regions waits for the uses of the group that is ``Strategy.prefetch`` +
 and so that much is held at most. Exception: passes that may themselves need this gather (of parameters that are used early and late) are
 not waited for. Those that are have an earlier operator (forward), or one that is later than where the gather is first needed (backward),
 so no gather waits for itself. Recomputed operators need values when they run again, which may be long before their own backward passes: all
-that run again together need theirs at once. Where they do, and that group's uses are not all waited for, those before it are, up to the
-first group of which all are. So the values of a run that is recomputed come when the run before it goes back, and not all with the first.
+that run again together need theirs at once. So where operators of either group run again, and not all uses of the earlier group are waited
+for, those of the groups before it are, up to the first of which all are: the values of a run that is recomputed come when the run before it
+goes back, and not all with the first.
 
 With micro-batches values are gathered once, and stay until the last of their uses in the step, as with ``reshard_after_forward=False`` of
 PyTorch's FSDP, which is what its pipelines use: all gathers begin with the step, in the order of their first uses, and wait for nothing.
@@ -73,9 +74,11 @@ def gathers(plan: Plan) -> tuple[Gather, ...]:
     final = {number: next((op for op in own if op in back), 0) for number, own in at.items()}
 
     def is_over(earlier: Item, item: Item) -> bool:
-        """Whether all uses of an earlier gather's values come before an item's are needed, or the item's are not computed again."""
-        number, backward = item
-        return not backward or last[number] <= at[number][-1] or not earlier[1] or final[earlier[0]] > last[number]
+        """Whether all uses of an earlier gather's values come before an item's are needed, or those of neither are computed again."""
+        both = item[0], earlier[0]
+        if not (item[1] and earlier[1]) or all(last[number] <= at[number][-1] for number in both):
+            return True
+        return final[earlier[0]] > last[item[0]]
 
     awaited, found = _awaited(plan, order, is_over), list[Gather]()
     for number, backward in order:

@@ -211,11 +211,11 @@ def find_next(W: World, buckets: int) -> None:
 
 @compiled
 def _is_over(S, buckets, earlier, item):  # type: ignore[no-untyped-def]
-    """Whether all uses of an earlier item's values come before an item's are needed, or the item's are not computed again."""
-    bucket = item - buckets
-    if bucket < 0 or earlier < buckets or S.g_last[bucket] <= S.g_latest[bucket]:
+    """Whether all uses of an earlier item's values come before an item's are needed, or those of neither are computed again."""
+    own, other = item - buckets, earlier - buckets
+    if own < 0 or other < 0 or (S.g_last[own] <= S.g_latest[own] and S.g_last[other] <= S.g_latest[other]):
         return True
-    return S.g_final[earlier - buckets] > S.g_last[bucket]
+    return S.g_final[other] > S.g_last[own]
 
 
 @compiled
