@@ -199,7 +199,7 @@ def start_up() -> tuple[float, float]:
         used = []
         for _ in range(2):
             before = resource.getrusage(resource.RUSAGE_CHILDREN)
-            subprocess.run([sys.executable, "-c", FIRST_USE], check=True, env={**os.environ, "NUMBA_CACHE_DIR": folder})
+            subprocess.run([sys.executable, "-c", FIRST_USE], check=True, env={**os.environ, "XDG_CACHE_HOME": folder})
             after = resource.getrusage(resource.RUSAGE_CHILDREN)
             used.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
         before = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from soap.files import cache_folder
 from tests.extent import load_profile
 from tests.kept_models import CACHE, keep_zoo_models
 
@@ -32,10 +33,15 @@ QUICK_ON_RANKS = ("test_exactness.py", "test_exchanges.py", "test_training.py", 
 
 def pytest_configure(config: pytest.Config) -> None:
     """What is kept of this machine for its user (measured rates and profiles) is neither read nor changed: tests have a cache folder of
-    their own, which all their processes share."""
+    their own, which all their processes share. Machine code alone is the user's: it takes minutes to make."""
     load_profile()
     if CACHE not in os.environ:
+        kept = cache_folder()
         os.environ[CACHE] = os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="soap-tests-")
+        if kept is not None:
+            (kept / "machine_code").mkdir(parents=True, exist_ok=True)
+            Path(os.environ[CACHE], "soap").mkdir()
+            Path(os.environ[CACHE], "soap", "machine_code").symlink_to(kept / "machine_code")
         config.add_cleanup(forget_cache)
     # Tests keep both cores busy while one of them measures this machine; commands that are started say so otherwise. The first filter is
     # what a launcher sets for its ranks.

@@ -75,7 +75,6 @@ def _run(name: str, args: argparse.Namespace, folder: Path, scratch: str) -> boo
     words = ["--inside", name, "--folder", str(folder), "--scratch", scratch, "--device", args.device, *(["--tiny"] if args.tiny else [])]
     with tempfile.TemporaryDirectory(prefix="soap-cache-") as cache:
         environment = {**os.environ, "XDG_CACHE_HOME": cache, **check.environment}
-        environment["NUMBA_CACHE_DIR"] = environment.get("NUMBA_CACHE_DIR", str(Path(scratch) / "numba"))
         process = subprocess.Popen([sys.executable, "-m", "benchmarks.gpu", *words], env=environment, start_new_session=True)
         try:
             code: int | str = process.wait(check.limit_s)
