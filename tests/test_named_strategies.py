@@ -87,8 +87,10 @@ def test_what_saves_memory_is_known_legal_and_leaves_data_parallelism_out() -> N
 
 
 def test_searches_begin_with_groups_of_any_width() -> None:
-    assert list(saving_starts(cluster([2, 2]))) == ["megatron+zero1", "megatron+fsdp", "megatron+hsdp"]
-    assert list(saving_starts(cluster([4]))) == ["megatron+zero1", "megatron+fsdp", "megatron:2+zero1", "megatron:2+fsdp"]
+    groups = ["megatron+zero1", "megatron+fsdp", "megatron+hsdp"]
+    assert list(saving_starts(cluster([2, 2]))) == ["fsdp+recompute", "hsdp+recompute", *groups]
+    groups = ["megatron+zero1", "megatron+fsdp", "megatron:2+zero1", "megatron:2+fsdp"]
+    assert list(saving_starts(cluster([4]))) == ["fsdp+recompute", *groups]
 
 
 def test_hosts_keep_copies_where_there_are_several_of_several_devices() -> None:

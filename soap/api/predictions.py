@@ -149,8 +149,8 @@ def costs_for(
     as empty.
     """
     if _takes_measurements(costs):
-        from soap.profiles.exchange import shipped_entries
         from soap.profiles.lookup import ProfiledCosts, read_corrections, read_profiles
+        from soap.profiles.shipped import shipped_entries
 
         nothing: tuple[dict[str, list[Entry]], dict[str, list[Correction]]] = {}, {}
         profiles, corrections = _from_store(lambda store: (read_profiles(topology, store), read_corrections(topology, store)), nothing)

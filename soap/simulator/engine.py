@@ -122,6 +122,8 @@ class Engine:
         what training adds to compressed parameters. ``shared``: what other engines of these have; its own if None."""
         shared = shared or Shared(graph, topology, costs, training, communication)
         self.shared, self.graph, self.topology, self._orders = shared, graph, topology, Orders(graph)
+        self.choices: Mapping[str, Sequence[SyncConfig]] = {}
+        """Parameter -> the synchronizations that compiled code chooses from."""
         self._parts: dict[str, Any] = {}
         self._world: World | None = None
         self._graph, cluster = shared.graph_tables, shared.cluster_tables
@@ -321,10 +323,16 @@ class Engine:
         know stay as held. ``marked``: as in ``State``, ``KEEP`` for as held."""
         return read_config(self._configs[position], self.variants.split(variant), devices, int(replicas), int(marked))
 
+    def sync(self, parameter: str, code: int) -> SyncConfig:
+        """A parameter's synchronization with this code: as held, as it may be chosen, or as it was first given. What codes do not know
+        stays as it is there."""
+        own = self._syncs.get(parameter, SyncConfig()), *self.choices.get(parameter, ())
+        return next((sync for sync in own if self.shared.codes.code(sync) == code), self.shared.codes.sync(code))
+
     def syncs(self, codes: Ints) -> dict[str, SyncConfig]:
         """Parameter -> its synchronization, where it differs from the default. ``codes[parameter]``: as in ``SyncCodes``."""
-        known = self.shared.codes
-        return {tensor.name: known.sync(code) for tensor, code in zip(self.graph.parameters, codes.tolist(), strict=False) if code}
+        found = {tensor.name: self.sync(tensor.name, code) for tensor, code in zip(self.graph.parameters, codes.tolist(), strict=False)}
+        return {name: sync for name, sync in found.items() if sync != SyncConfig()}
 
     def variant(self, position: int, degrees: tuple[int, ...], shares: tuple[tuple[int, ...], ...] = ()) -> int:
         """The number of an operator's variant. Compiled work that begins later knows the variant."""

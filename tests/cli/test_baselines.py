@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from soap import api
-from soap.api import predictions
 from soap.api.baselines import baselines
 from soap.profiles.roofline import RooflineCosts
+from soap.simulator.incremental import IncrementalSimulator
 from soap.simulator.simulate import Simulator
 from soap.strategy.named import usual_names
 from tests.graph_builder import mlp
@@ -22,7 +22,7 @@ def test_the_compiled_simulator_says_the_same(memory_bytes: int, monkeypatch: py
     found = []
     for compiled in (True, False):
         asked: list[str] = []
-        monkeypatch.setattr(predictions, "all_on_disk", lambda answer=compiled: answer)
+        monkeypatch.setattr(IncrementalSimulator, "begins_at_once", staticmethod(lambda answer=compiled: answer))
         monkeypatch.setattr(Simulator, "_simulate", _noted(asked))
         found.append(baselines(Simulator(graph, topology, RooflineCosts(topology))))
         assert bool(asked) != compiled

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from soap.preprocessing import engine, parsing, result
+from soap.preprocessing import engine, local, result
 from soap.preprocessing.container import PreprocessError
 from soap.preprocessing.engine import Options
 from soap.preprocessing.local import preprocess as preprocess_here
@@ -113,7 +113,7 @@ def test_moving_goes_on_and_lost_files_are_made_again(tmp_path: Path, monkeypatc
 
 
 def test_missing_pyarrow_is_told_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parsing, "find_spec", lambda name: None)
+    monkeypatch.setattr(local, "find_spec", lambda name: None)
     path, out = _lines(tmp_path, 10), tmp_path / "out"
     with pytest.raises(PreprocessError, match=r"Parquet needs pyarrow: pip install .*--no-parquet"):
         preprocess_here(SPEC, [path], out)

@@ -8,9 +8,9 @@ import pytest
 
 from soap import api
 from soap.cluster.topology import Topology
-from soap.profiles.exchange import shipped_entries
 from soap.profiles.lookup import ProfiledCosts, Source
 from soap.profiles.roofline import RooflineCosts
+from soap.profiles.shipped import shipped_entries
 from soap.strategy.classical import single_device
 
 

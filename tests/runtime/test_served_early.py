@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from soap.cluster.topology import Topology
-from soap.runtime.comm import packing
+from soap.runtime.comm import parcels
 from soap.runtime.comm.packing import land
 from soap.runtime.comm.redistribute import Communicator, Pending
 from soap.runtime.comm.world import open_world
@@ -151,7 +151,7 @@ def copies(path: str) -> tuple[list[bool], list[bool]]:
 
     with Trainer(traced(path), (served(path), TOPOLOGY), optimizer=OPTIMIZERS["adam"]) as trainer:
         values = {own.data_ptr() for own in trainer.shards.tensors.values()}
-        with patch.object(Communicator, "post", post), patch.object(packing, "land", landing):
+        with patch.object(Communicator, "post", post), patch.object(parcels, "land", landing):
             trainer.step(*batch_of("odd", 6, 0))
     return sent, landed
 

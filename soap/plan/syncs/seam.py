@@ -350,7 +350,7 @@ def steps_of(plan: Plan, sync: ShardSync, template: Template, method: SyncMethod
         name = row_name(sync, row)
         if row.how is How.SUM and sizes[row.amount]:
             step = SyncStep(row.phase, row.stage, name, summed_bytes=sizes[row.amount], among=row.groups[0])
-        elif row.how is How.EXCHANGE and (rounds := moving_rounds(*(_round(own, sizes, owners) for own in row.rounds))):
+        elif row.how is How.EXCHANGE and ((rounds := moving_rounds(*(_round(own, sizes, owners) for own in row.rounds))) or row.work):
             step = SyncStep(row.phase, row.stage, name, rounds)
         elif row.how is How.GATHER or row.how is How.SCATTER:
             kind: Kind = "all_gather" if row.how is How.GATHER else "reduce_scatter"

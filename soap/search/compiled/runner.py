@@ -130,6 +130,7 @@ class CompiledChain:
         self._space = space
         graph = space.space.graph
         self.engine = make_engine(graph, space.topology, space.costs, space.draws, space.training, space.shared)
+        self.engine.choices = space.space.syncs
         devices = space.topology.device_count
         tiles = sum(max(devices, len(config.devices)) for config in strategy.operators.values())
         self.engine.make_edit_room(tiles)
@@ -228,7 +229,7 @@ class CompiledChain:
             operators[graph.operators[position].name] = self.engine.config(position, E.variant[i], devices, E.replicas[i], E.marked[i])
         for i in range(int(E.count[PARAMETERS])):
             name = graph.parameters[E.parameter[i]].name
-            parameters[name] = self.engine.shared.codes.sync(int(E.sync[i]))
+            parameters[name] = self.engine.sync(name, int(E.sync[i]))
         prefetch = int(E.count[PREFETCH])
         edited = self.engine.strategy.with_changes(operators, parameters)
         return edited if prefetch == KEEP else replace(edited, prefetch=prefetch)
