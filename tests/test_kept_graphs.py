@@ -20,10 +20,10 @@ from soap import api
 from soap.api import kept_graphs, models
 from soap.cli import rows, simulate
 from soap.errors import ModelError, SoapWarning
-from soap.files import cache_folder
 from soap.model.graph import OperatorGraph
 from soap.model.graph_json import graph_from, graph_values
 from soap.tracing.footprints import _Trials
+from tests.kept_models import CACHE
 
 SPEC = "zoo:rnnlm:tiny"
 CASES: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -316,10 +316,9 @@ assert main(["{SPEC}", "--cluster", "p100-4x4", "--profile", "0", "--verify", "0
 print(*(name for name in {NEEDLESS!r} if name in sys.modules), file=sys.stderr)
 """
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}  # in which is a folder "soap", not to be taken for the package
-    kept = cache_folder()
-    assert kept is not None
     (tmp_path / "cache" / "soap").mkdir(parents=True)
-    (tmp_path / "cache" / "soap" / "machine_code").symlink_to(kept / "machine_code")  # the one thing that takes minutes
+    kept = Path(os.environ[CACHE], "soap", "machine_code")  # the one thing that takes minutes
+    (tmp_path / "cache" / "soap" / "machine_code").symlink_to(kept)
     outputs, imported = [], []
     for _ in range(2):
         done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
