@@ -76,7 +76,7 @@ class KeptGraph:
 
     @cached_property
     def _model(self) -> list[str] | None:
-        """What model it is; None if it is none to keep: imports may do anything, and there may be no such file."""
+        """Which model it is; None if it is none to keep: imports may do anything, and there may be no such file."""
         if self._reading.get("imports"):
             return None
         if self._spec.startswith(ZOO):
@@ -104,7 +104,7 @@ class KeptGraph:
 
 
 def _version_of(spec: str) -> tuple[int, ...]:
-    """What changes when a file does; of no file, nothing."""
+    """A file's place, size and time of change; empty if there is no file."""
     try:
         found = os.stat(spec)
     except (OSError, ValueError):
