@@ -97,6 +97,18 @@ class LocalFetch:
     consumers: tuple[Reader, ...]
 
 
+@dataclass(frozen=True, eq=False)
+class Delivery:
+    """What one operator leaves on devices for its readers, and how it reaches them. Positions count from the operator's own first."""
+
+    tiles: tuple[Tile, ...]
+    reductions: tuple[Reduction, ...]
+    holdings: tuple[Holding, ...]
+    fetches: tuple[LocalFetch, ...]
+    messages: tuple[Message, ...]
+    exchanges: tuple[Exchange, ...]
+
+
 class Carriers:
     """Assigns every piece that must move to a collective or a message."""
 

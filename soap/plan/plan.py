@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from soap.model.graph import Operator, OperatorGraph
 from soap.model.regions import Box
@@ -20,6 +21,9 @@ from soap.strategy.compression import Compression
 from soap.strategy.config import Strategy
 from soap.strategy.recomputation import LIGHT
 from soap.strategy.sync_contracts import Contract, named
+
+if TYPE_CHECKING:
+    from soap.plan.delivery import Delivery
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +214,7 @@ class Plan:
     ``first_tile[i]``: the position of operator i's first tile; its tiles follow in index order. ``accelerators``: devices that are no CPUs;
     servers beside them keep parameters in the host's memory. ``sparse_lookups``: operators whose tiles look rows up. ``strategy``: of two
     copies for a folded plan. ``training``: what it adds to compressed parameters. ``order``: of the passes of micro-batches, if any.
+    ``deliveries``: by operator, the same as above with the operator's own positions.
     """
 
     strategy: Strategy
@@ -229,6 +234,7 @@ class Plan:
     training: PlannedTraining = PLAIN
     order: PassOrder | None = None
     own_samples: bool = False  # see ``Topology``
+    deliveries: tuple[Delivery, ...] = ()
 
     @cached_property
     def recomputed_operators(self) -> frozenset[int]:

@@ -25,7 +25,7 @@ from soap.model.likeness import alike_operators
 from soap.model.regions import Box, Interval, cells, contains, intersect, subtract, volume, whole
 from soap.plan.compression.training import PLAIN, PlannedTraining
 from soap.plan.coverage import HolderIndex
-from soap.plan.delivery import Carriers, LocalFetch, Reader
+from soap.plan.delivery import Carriers, Delivery, LocalFetch, Reader
 from soap.plan.plan import Exchange, Fetch, Holding, Message, Part, Piece, Plan, Reduction
 from soap.plan.row_counts import sparse_lookup_operators
 from soap.plan.scheduling import Orders
@@ -122,18 +122,6 @@ class OperatorPart:
     holdings: tuple[Holding, ...]
     holders: Mapping[str, HolderIndex]
     reads: tuple[Read, ...]
-
-
-@dataclass(frozen=True)
-class Delivery:
-    """What one operator leaves on devices for its readers, and how it reaches them. Positions count from the operator's own first."""
-
-    tiles: tuple[Tile, ...]
-    reductions: tuple[Reduction, ...]
-    holdings: tuple[Holding, ...]
-    fetches: tuple[LocalFetch, ...]
-    messages: tuple[Message, ...]
-    exchanges: tuple[Exchange, ...]
 
 
 class Sums(NamedTuple):
@@ -233,6 +221,7 @@ class PlanBuilder:
             training=self.training,
             order=self._orders.order(strategy),
             own_samples=self.topology.own_samples,
+            deliveries=tuple(found),
         )
 
     def delivery(self, position: int, strategy: Strategy) -> Delivery:

@@ -112,7 +112,7 @@ class Ledger:
             for device, moving in enumerate(queues):
                 self._received(device, moving, most)
                 moving.clear()
-        return tuple(_curve(changes) for changes in self._changes)
+        return tuple(curve_of(np.array(changes, np.int64).reshape(-1, 4)) for changes in self._changes)
 
     def _sent(self, device: int, moving: Sequence[Send]) -> None:
         """What a device packs to send it, and what it sends from where that lies."""
@@ -142,9 +142,10 @@ class Ledger:
             self.hold(device, send.start_ns, end, send.held, MemoryKind.BUFFERS, leaves=most is not None, late=late)
 
 
-def _curve(changes: array[int]) -> MemoryCurve:
-    """The curve of one device: at each time the most that it holds as things are taken then, or what is left."""
-    rows = np.concatenate(([[0, ENDS, 0, 0]], np.array(changes, np.int64).reshape(-1, 4)))  # the curve begins at 0
+def curve_of(changes: NDArray[np.int64]) -> MemoryCurve:
+    """The curve of one device: at each time the most that it holds as things are taken then, or what is left. ``changes``: rows (time in
+    ns, order, bytes that are taken or, below 0, freed, place of its kind)."""
+    rows = np.concatenate(([[0, ENDS, 0, 0]], changes))  # the curve begins at 0
     rows = rows[np.lexsort((rows[:, 2], rows[:, 1], rows[:, 0]))]
     times, orders, sizes, kinds = rows.T
     level = np.cumsum(sizes)

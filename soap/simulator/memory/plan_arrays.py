@@ -1,0 +1,402 @@
+"""A plan as arrays, for what is worked out of all its parts at once: who makes, holds, reads and sends which bytes.
+
+Each table is a named tuple of columns, one row for a tile, a holding, a piece and so on; rows refer to each other by their numbers, which
+count all operators' rows. Most of it depends on an operator's delivery alone (``plan.delivery.Delivery``), and is worked out once for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, get_type_hints
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from numpy.typing import NDArray
+
+from soap.model.graph import OperatorGraph, TensorKind
+from soap.model.regions import Box, in_one_piece, volume
+from soap.plan.delivery import Delivery
+from soap.plan.plan import Exchange, Holding, Message, Pattern, Plan, Reduction
+from soap.plan.row_counts import row_bytes, tile_lookups
+from soap.plan.tiling import Tile, made_bytes, windows
+from soap.simulator.memory.footprint import Shares, shares_of
+from soap.simulator.memory.peaks import PACKING_KINDS, away_bytes, padded_bytes
+from soap.simulator.memory.transit import cells_land_in_place, lies_in_one_piece
+
+Longs = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+MESSAGE, GATHER, SWAP, BROADCAST = range(4)
+"""Patterns of carriers."""
+PATTERNS = {Pattern.ALL_GATHER: GATHER, Pattern.ALL_TO_ALL: SWAP, Pattern.BROADCAST: BROADCAST}
+
+
+class Tiles(NamedTuple):
+    """By tile. ``kept``: bytes that it keeps beside its outputs; ``product``: what its products make, ``forward``, ``backward``: what is
+    there while it runs (``peaks.TileSizes``); ``away``: what it copies to its host if it offloads. ``part``: its micro-batch, or 0."""
+
+    operator: Longs
+    device: Longs
+    kept: Longs
+    product: Longs
+    forward: Longs
+    backward: Longs
+    away: Longs
+    part: Longs
+
+
+class Outputs(NamedTuple):
+    """What tiles make. ``place``: which of the operator's outputs. ``keeps``: whether autograd keeps it for its maker."""
+
+    tile: Longs
+    place: Longs
+    bytes: Longs
+    keeps: Bools
+
+
+class Given(NamedTuple):
+    """What tiles read of inputs and constants. ``region``: equal if it is the same region of the same tensor. ``copied``: whether it lies
+    in several pieces. ``keeps``: whether autograd keeps it."""
+
+    tile: Longs
+    region: Longs
+    bytes: Longs
+    copied: Bools
+    keeps: Bools
+
+
+class Parameters(NamedTuple):
+    """Regions of parameters that tiles read, operand by operand. ``parameter``: number among the graph's. ``region``: as in ``Given``.
+    ``bytes``: of the region; ``rows_bytes``: of the rows of it that are looked up, if it is only had by rows. ``keeps``: whether autograd
+    keeps it. ``trained``: whether it gets a gradient; ``in_rows``: whether that lies row by row in memory of its own. ``sparse``: whether
+    it is looked up."""
+
+    tile: Longs
+    parameter: Longs
+    region: Longs
+    bytes: Longs
+    rows_bytes: Longs
+    keeps: Bools
+    trained: Bools
+    in_rows: Bools
+    sparse: Bools
+
+
+class Holdings(NamedTuple):
+    """By holding. ``sum``: the reduction that makes it, or -1; else ``output``: the row of ``Outputs``, or -1. ``gradient``: whether it
+    gets one. ``in_rows``: whether it certainly lies row by row."""
+
+    tile: Longs
+    device: Longs
+    sum: Longs
+    output: Longs
+    bytes: Longs
+    gradient: Bools
+    in_rows: Bools
+
+
+class Fetches(NamedTuple):
+    """By fetch. Its pieces are ``pieces[f]:pieces[f + 1]``, its readers ``readers[f]:readers[f + 1]``: ``Pieces``, ``Readers``."""
+
+    device: Longs
+    bytes: Longs
+    gradient: Bools
+    remote: Bools
+    pieces: Longs
+    readers: Longs
+
+
+class Readers(NamedTuple):
+    """Tiles that read fetches. ``keeps``, ``in_rows``, ``spread``: of the operand, see ``footprint.Shares``."""
+
+    fetch: Longs
+    tile: Longs
+    keeps: Bools
+    in_rows: Bools
+    spread: Bools
+
+
+class Pieces(NamedTuple):
+    """Pieces of fetches. ``carrier``: what brings it, or -1. ``apart``: whether it is received into a buffer of its own. ``is_fetch``,
+    ``is_holding``: whether it is all of these; ``in_fetch``, ``in_holding``: whether it is contiguous in their memory."""
+
+    fetch: Longs
+    holding: Longs
+    bytes: Longs
+    remote: Bools
+    carrier: Longs
+    apart: Bools
+    is_fetch: Bools
+    is_holding: Bools
+    in_fetch: Bools
+    in_holding: Bools
+
+
+class Carriers(NamedTuple):
+    """By message or exchange: the pieces that it brings are ``part[parts[c]:parts[c + 1]]``. ``number``: place among the plan's messages, or
+    among its exchanges."""
+
+    pattern: Longs
+    number: Longs
+    parts: Longs
+    part: Longs
+
+
+class Sums(NamedTuple):
+    """By reduction. ``bytes``: of the partial results; ``gradient_bytes``: of the sum's gradient. ``scattered``: whether devices get cells;
+    ``in_place``: whether these land one behind the other. Its tiles are ``member[members[s]:members[s + 1]]``; its devices have the rows
+    ``devices[s]:devices[s + 1]`` of ``SumDevices``."""
+
+    operator: Longs
+    output: Longs
+    bytes: Longs
+    gradient_bytes: Longs
+    scattered: Bools
+    in_place: Bools
+    members: Longs
+    member: Longs
+    devices: Longs
+
+
+class SumDevices(NamedTuple):
+    """What a device gets of a reduction: ``bytes`` of partial results in its cell, or of all; ``gradient_bytes`` of the cell's gradient.
+    ``sent``: what it holds to send the others their cells as copies; ``sent_lying``: as they leave from where they lie, if the device packs
+    nothing together; ``others``: how many get something."""
+
+    sum: Longs
+    device: Longs
+    bytes: Longs
+    gradient_bytes: Longs
+    sent: Longs
+    sent_lying: Longs
+    others: Longs
+
+
+class PlanArrays(NamedTuple):
+    """All tables of a plan."""
+
+    tiles: Tiles
+    outputs: Outputs
+    given: Given
+    parameters: Parameters
+    holdings: Holdings
+    fetches: Fetches
+    readers: Readers
+    pieces: Pieces
+    carriers: Carriers
+    sums: Sums
+    sum_devices: SumDevices
+
+
+class _Part(NamedTuple):
+    """The tables of one delivery, with its own positions, and by reader the number of its operator, to which its tile counts."""
+
+    tables: PlanArrays
+    reader_operator: Longs
+    packed: Longs  # by tile: bytes of its parameters, which accelerators pack into one piece
+
+
+_PARTS: WeakKeyDictionary[Delivery, tuple[OperatorGraph, _Part]] = WeakKeyDictionary()
+_REGIONS: dict[tuple[str, Box], int] = {}
+"""Numbers of regions of tensors, in the order in which they were first asked for."""
+
+
+TABLES: dict[str, Any] = get_type_hints(PlanArrays)
+REFERS = {
+    ("outputs", "tile"): "tiles", ("given", "tile"): "tiles", ("parameters", "tile"): "tiles", ("holdings", "tile"): "tiles",
+    ("holdings", "sum"): "sums", ("holdings", "output"): "outputs", ("readers", "fetch"): "fetches", ("pieces", "fetch"): "fetches",
+    ("pieces", "holding"): "holdings", ("pieces", "carrier"): "carriers", ("carriers", "part"): "pieces", ("sums", "member"): "tiles",
+    ("sum_devices", "sum"): "sums",
+}  # fmt: skip
+"""(table, column) -> the table of which its numbers are; below 0 there is none."""
+BEGINS = {("fetches", "pieces"), ("fetches", "readers"), ("carriers", "parts"), ("sums", "members"), ("sums", "devices")}
+"""Columns that say where a row's part of another table begins; in the tables of one delivery how many there are."""
+
+
+def plan_arrays(plan: Plan) -> PlanArrays:
+    """The arrays of a plan."""
+    parts = [_part_of(plan, position) for position in range(len(plan.deliveries))]
+    first = {name: _begins([len(getattr(part.tables, name)[0]) for part in parts])[:-1] for name in TABLES}
+    found: dict[str, Any] = {}
+    for name, table in TABLES.items():
+        columns = {}
+        for column in table._fields:
+            own = [getattr(getattr(part.tables, name), column) for part in parts]
+            joined = np.concatenate(own) if own else np.zeros(0, np.int64)
+            if (to := REFERS.get((name, column))) is not None:
+                joined = joined + np.where(joined < 0, 0, np.repeat(first[to], [len(one) for one in own]))
+            columns[column] = _begins(joined) if (name, column) in BEGINS else joined
+        found[name] = table(**columns)
+    arrays = PlanArrays(**found)
+    operators = np.concatenate([part.reader_operator for part in parts]) if parts else np.zeros(0, np.int64)
+    readers = arrays.readers._replace(tile=arrays.readers.tile + np.array(plan.first_tile, np.int64)[operators])
+    packed = np.concatenate([part.packed for part in parts])
+    kept = arrays.tiles.kept + packed * np.isin(arrays.tiles.device, list(plan.accelerators))
+    messages = arrays.carriers.pattern == MESSAGE
+    number = np.where(messages, np.cumsum(messages), np.cumsum(~messages)) - 1
+    return arrays._replace(tiles=arrays.tiles._replace(kept=kept), readers=readers, carriers=arrays.carriers._replace(number=number))
+
+
+def _begins(counts: Sequence[int] | Longs) -> Longs:
+    return np.concatenate(([0], np.cumsum(np.asarray(counts, np.int64))))
+
+
+def _part_of(plan: Plan, position: int) -> _Part:
+    delivery = plan.deliveries[position]
+    known = _PARTS.get(delivery)
+    if known is None or known[0] is not plan.graph:
+        known = _PARTS[delivery] = plan.graph, _Maker(plan, position).made()
+    return known[1]
+
+
+class _Maker:
+    """Makes the tables of one operator's delivery."""
+
+    def __init__(self, plan: Plan, position: int) -> None:
+        self._graph, self._own, self._position = plan.graph, plan.deliveries[position], position
+        self._others, self._op = plan.deliveries, plan.graph.operators[position]
+        self._rows: dict[str, list[tuple[Any, ...]]] = {name: [] for name in TABLES}
+        self._output_rows: dict[tuple[int, str], int] = {}
+
+    def made(self) -> _Part:
+        """All of them."""
+        packed = [self._tile(number, tile) for number, tile in enumerate(self._own.tiles)]
+        for holding in self._own.holdings:
+            self._holding(holding)
+        operators = self._fetches()
+        parts = self._carriers()
+        members = [tile for reduction in self._own.reductions for tile in reduction.tiles]
+        for number, reduction in enumerate(self._own.reductions):
+            self._sum(number, reduction)
+        found: dict[str, Any] = {}
+        for name, table in TABLES.items():
+            hints, rows = get_type_hints(table), self._rows[name]
+            own = {("carriers", "part"): parts, ("sums", "member"): members}
+            fields = [column for column in table._fields if (name, column) not in own]
+            columns: dict[str, Any] = dict(zip(fields, zip(*rows, strict=True), strict=True)) if rows else dict.fromkeys(fields, ())
+            columns |= {column: own[key] for column in table._fields if (key := (name, column)) in own}
+            found[name] = table(**{c: np.array(columns[c], np.bool_ if hints[c] is Bools else np.int64) for c in table._fields})
+        return _Part(PlanArrays(**found), np.array(operators, np.int64), np.array(packed, np.int64))
+
+    def _box_bytes(self, tensor: str, box: Box) -> int:
+        return volume(box) * self._graph.tensors[tensor].itemsize
+
+    def _shares(self, tile: Tile) -> Shares:
+        return shares_of(self._graph, self._graph.operators[tile.operator], tile.intervals)
+
+    def _keeps(self, tile: Tile, tensor: str) -> bool:
+        """Whether autograd keeps a tile's region of an operand."""
+        places, op = self._shares(tile).keeps, self._graph.operators[tile.operator]
+        operands = enumerate((*op.inputs, *op.parameters, *op.outputs))
+        return places is None or any(place in places for place, operand in operands if operand.tensor == tensor)
+
+    def _tile(self, number: int, tile: Tile) -> int:
+        """Add a tile, what it makes, and what it reads of the batch and of parameters. Returns the bytes of its parameters, if these may be
+        packed into one piece."""
+        graph, op, shares = self._graph, self._op, self._shares(tile)
+        padded = sum(padded_bytes(graph, op, k, tile.inputs[k], tile.intervals) for k in windows(op))
+        backward = shares.backward + padded
+        row = (tile.operator, tile.device, shares.kept + padded, shares.product, shares.forward, backward, away_bytes(graph, tile))
+        self._rows["tiles"].append((*row, tile.part or 0))
+        for place, output in enumerate(op.outputs):
+            self._output_rows[number, output.tensor] = len(self._rows["outputs"])
+            keeps = self._keeps(tile, output.tensor)
+            self._rows["outputs"].append((number, place, made_bytes(graph, op, tile, place), keeps))
+        for operand, box in zip(op.inputs, tile.inputs, strict=True):
+            tensor = graph.tensors[operand.tensor]
+            if tensor.kind in (TensorKind.INPUT, TensorKind.CONSTANT):
+                copied, keeps = not in_one_piece(box, tensor.shape), self._keeps(tile, operand.tensor)
+                row = number, region_number(operand.tensor, box), self._box_bytes(operand.tensor, box), copied, keeps
+                self._rows["given"].append(row)
+        numbers = {own.name: k for k, own in enumerate(graph.parameters)} if op.parameters else {}
+        for place, (operand, box) in enumerate(zip(op.parameters, tile.parameters, strict=True), len(op.inputs)):
+            tensor, size = graph.tensors[operand.tensor], self._box_bytes(operand.tensor, box)
+            rows_bytes, sparse = size, operand.tensor in graph.sparse
+            if sparse and tile.operator in graph.backward_operators:
+                rows = min(box[0][1] - box[0][0], tile_lookups(graph, operand.tensor, tile))
+                rows_bytes = rows * row_bytes(graph, operand.tensor, box)
+            own = number, numbers[operand.tensor], region_number(operand.tensor, box), size, rows_bytes
+            flags = self._keeps(tile, operand.tensor), tensor.requires_grad, place in shares.in_rows, sparse
+            self._rows["parameters"].append((*own, *flags))
+        packs = op.kind in PACKING_KINDS
+        return sum(self._box_bytes(o.tensor, box) for o, box in zip(op.parameters, tile.parameters, strict=True)) if packs else 0
+
+    def _holding(self, held: Holding) -> None:
+        graph, op, summed = self._graph, self._op, held.reduction
+        tile, in_rows = self._own.tiles[held.tile], summed is not None
+        if summed is None:
+            first, rows = len(op.inputs) + len(op.parameters), self._shares(tile).in_rows
+            in_rows = any(first + k in rows for k, out in enumerate(op.outputs) if out.tensor == held.tensor)
+        output = self._output_rows[held.tile, held.tensor] if summed is None else -1
+        size, gradient = self._box_bytes(held.tensor, held.box), graph.tensors[held.tensor].requires_grad
+        self._rows["holdings"].append((held.tile, held.device, -1 if summed is None else summed, output, size, gradient, in_rows))
+
+    def _fetches(self) -> list[int]:
+        """Add the fetches with their pieces and readers; returns the operators of these."""
+        apart, carriers = self._apart(), self._brought()
+        operators: list[int] = []
+        for number, fetch in enumerate(self._own.fetches):
+            gradient, holdings = self._graph.tensors[fetch.tensor].requires_grad, self._own.holdings
+            remote = any(holdings[holding].device != fetch.device for _, holding in fetch.pieces)
+            size = self._box_bytes(fetch.tensor, fetch.box)
+            self._rows["fetches"].append((fetch.device, size, gradient, remote, len(fetch.pieces), len(fetch.consumers)))
+            for reader, tile, place in fetch.consumers:
+                shares = self._shares(self._others[reader].tiles[tile])
+                keeps = self._keeps(self._others[reader].tiles[tile], fetch.tensor)
+                self._rows["readers"].append((number, tile, keeps, place in shares.in_rows, place in shares.spread))
+                operators.append(reader)
+            for place, (box, holding) in enumerate(fetch.pieces):
+                held = holdings[holding]
+                own = number, holding, self._box_bytes(fetch.tensor, box), held.device != fetch.device
+                moved = carriers.get((number, place), -1), (number, place) in apart
+                lies = lies_in_one_piece(box, fetch.box), lies_in_one_piece(box, held.box)
+                self._rows["pieces"].append((*own, *moved, box == fetch.box, box == held.box, *lies))
+        return operators
+
+    def _all_carriers(self) -> list[Message | Exchange]:
+        return [*self._own.messages, *self._own.exchanges]
+
+    def _brought(self) -> dict[tuple[int, int], int]:
+        return {part: number for number, carrier in enumerate(self._all_carriers()) for part in carrier.parts}
+
+    def _apart(self) -> set[tuple[int, int]]:
+        """``transit.received_apart``."""
+        own = self._own
+        alone = {part for message in own.messages if len(message.parts) == 1 for part in message.parts}
+        alone |= {part for exchange in own.exchanges if exchange.pattern is Pattern.BROADCAST for part in exchange.parts}
+        found: set[tuple[int, int]] = set()
+        for number, fetch in enumerate(own.fetches):
+            pieces = enumerate(fetch.pieces)
+            remote = {(number, k) for k, (_, holding) in pieces if own.holdings[holding].device != fetch.device}
+            if len(fetch.pieces) > 1 or not alone.issuperset(remote):
+                found |= remote
+        return found
+
+    def _carriers(self) -> list[int]:
+        """Add the carriers; returns the pieces that they bring."""
+        begins = _begins([len(fetch.pieces) for fetch in self._own.fetches])
+        found: list[int] = []
+        for carrier in self._all_carriers():
+            pattern = PATTERNS[carrier.pattern] if isinstance(carrier, Exchange) else MESSAGE
+            self._rows["carriers"].append((pattern, 0, len(carrier.parts)))
+            found += [int(begins[fetch]) + place for fetch, place in carrier.parts]
+        return found
+
+    def _sum(self, number: int, own: Reduction) -> None:
+        tensor = self._graph.tensors[self._op.outputs[own.output].tensor]
+        size, whole = tensor.partial_itemsize, volume(own.box)
+        in_place = bool(own.cells) and cells_land_in_place(own.box, own.cells)
+        row = own.operator, own.output, whole * size, whole * tensor.itemsize, bool(own.cells), in_place
+        self._rows["sums"].append((*row, len(own.tiles), len(own.devices)))
+        for device, cell in zip(own.devices, own.cells or [own.box] * len(own.devices), strict=True):
+            others = [box for other, box in zip(own.devices, own.cells, strict=False) if other != device and volume(box)]
+            lie = [lies_in_one_piece(box, own.box) for box in others]
+            lying = sum(volume(box) for box, lies in zip(others, lie, strict=True) if not lies) + whole * any(lie)
+            sent = sum(volume(box) for box in others)
+            row = number, device, volume(cell) * size, volume(cell) * tensor.itemsize, sent * size, lying * size
+            self._rows["sum_devices"].append((*row, len(others)))
+
+
+def region_number(tensor: str, box: Box) -> int:
+    """A number for a region of a tensor, the same whenever it is asked for."""
+    return _REGIONS.setdefault((tensor, box), len(_REGIONS))
