@@ -17,8 +17,8 @@ from soap.simulator.communication.algorithms import Algorithm
 from soap.simulator.communication.allreduce import allreduce_bytes, link_shares, parted_link_bytes
 from soap.simulator.folding import Folding
 from soap.simulator.memory.ledger import MemoryCurve
-from soap.simulator.memory.peaks import MemoryUse, lacking_bytes, memory_use
-from soap.simulator.memory.residency import expected_peaks, memory_over_time, peaks_by_kind
+from soap.simulator.memory.peaks import MemoryUse, memory_use, overflow_bytes
+from soap.simulator.memory.sweep import expected_peaks, memory_over_time, peaks_by_kind
 from soap.simulator.tasks import Schedule, Task, TaskGraph, TaskKind
 from soap.simulator.throughput import Throughput, throughput
 
@@ -74,8 +74,8 @@ class FoldedSimulation:
 
     @cached_property
     def overflow_bytes(self) -> int:
-        """Bytes of memory that the devices lack, added up; 0 if everything fits. See ``peaks.lacking_bytes``."""
-        return lacking_bytes([use.total for use in self.memory], self.topology, lambda: self.peak_bytes)
+        """Bytes of memory that the devices lack, added up; 0 if everything fits."""
+        return overflow_bytes(self.peak_bytes, self.topology)
 
     @property
     def fits(self) -> bool:
@@ -158,7 +158,7 @@ class FoldedSimulation:
     @cached_property
     def _expected(self) -> tuple[int, ...]:
         """The expected peaks of the small topology's devices and of an idle one."""
-        return expected_peaks(self._curves, self._uses)
+        return expected_peaks([curve.peak_bytes for curve in self._curves], self._uses)
 
     @cached_property
     def _uses(self) -> tuple[MemoryUse, ...]:

@@ -10,12 +10,8 @@ from soap.simulator.compiled.arrays import fill
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.memory_tables import (
     COLLECTED,
-    COLLECTED_DOUBTFUL,
     COMPACT,
-    DOUBTFUL,
     HELD,
-    HELD_DOUBTFUL,
-    LEAVING,
     LOOKUPS,
     REGIONS,
     SENT,
@@ -50,7 +46,7 @@ def cut_of(C, M, user):  # type: ignore[no-untyped-def]
 
 @compiled
 def add_synchronized(W: World, M: MemoryTables, parameter: int, code: int, disjoint: bool) -> None:
-    """Add a parameter's copies and buffers to the upper bound; the lower bound leaves all of it out.
+    """Add a parameter's copies and buffers to the bound.
 
     ``disjoint``: the regions that users need are equal or disjoint.
     """
@@ -87,7 +83,6 @@ def add_synchronized(W: World, M: MemoryTables, parameter: int, code: int, disjo
         # held: the rows, their gradient, and what the optimizer's call may take; sent: copies; collected: gradients of several tiles
         _add(M, device, 3 * own if sparse else 0, COPIES * (own + together) + own_indices)
         M.part[COLLECTED, device] += own
-        M.part[COLLECTED_DOUBTFUL, device] += own
     if has_server(code):
         _add_servers(K, M, parameter, code, regions, disjoint, values, 2 * indices)
 
@@ -153,17 +148,13 @@ def _add_part(M, device, size, trainable):  # type: ignore[no-untyped-def]
 def _add_owned(M, device, owned, buffers):  # type: ignore[no-untyped-def]
     """Add bytes of states and of gradients that stay, and of buffers."""
     M.part[HELD, device] += M.fixed[1] * owned
-    M.part[LEAVING, device] -= owned
     M.part[SENT, device] += buffers
-    M.part[DOUBTFUL, device] += buffers
 
 
 @compiled
 def _add(M, device, held, sent):  # type: ignore[no-untyped-def]
     M.part[HELD, device] += held
-    M.part[HELD_DOUBTFUL, device] += held
     M.part[SENT, device] += sent
-    M.part[DOUBTFUL, device] += sent
 
 
 @compiled
