@@ -37,3 +37,17 @@ def rows_of(begins: Longs, numbers: Longs) -> tuple[Longs, Longs]:
     place = np.repeat(np.arange(len(numbers)), counts)
     within = np.arange(len(place)) - np.repeat(np.cumsum(counts) - counts, counts)
     return place, begins[numbers][place] + within
+
+
+def total(keys: Longs, values: Any, size: int) -> Longs:
+    """[size]: the sum of the values with this key."""
+    found = np.zeros(size, np.int64)
+    np.add.at(found, keys, np.broadcast_to(values, keys.shape))
+    return found
+
+
+def any_of(keys: Longs, size: int) -> NDArray[np.bool_]:
+    """[size]: whether a key is there."""
+    found = np.zeros(size, np.bool_)
+    found[keys] = True
+    return found
