@@ -126,7 +126,7 @@ def left_by(plan: Plan, arrays: PlanArrays, spans: Spans) -> Longs:
 
 
 def _routes(arrays: PlanArrays, messages: Longs, back: NDArray[np.bool_]) -> Longs:
-    """Numbers of the routes (source, target, whether gradients travel there) of messages. ``back``: the gradients' for those that return."""
+    """Numbers of messages' routes (source, target, whether gradients travel there). ``back``: whether it is that of the gradients."""
     piece = arrays.carriers.part[arrays.carriers.parts[messages]]
     source, target = arrays.holdings.device[arrays.pieces.holding[piece]], arrays.fetches.device[arrays.pieces.fetch[piece]]
     devices = int(max(source.max(), target.max())) + 1
