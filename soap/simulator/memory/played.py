@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from soap.simulator.tasks import TaskKind
+from soap.simulator.memory.plan_arrays import PlanArrays, begins
+from soap.simulator.tasks import Schedule, TaskGraph, TaskKind, times_of
 
 Longs = NDArray[np.int64]
 
@@ -52,3 +53,64 @@ class Played(NamedTuple):
     summed: Longs
     summed_back: Longs
     named: Mapping[str, tuple[int, int]]
+
+
+PASSES = {"forward": TaskKind.FORWARD, "backward": TaskKind.BACKWARD, "weights": TaskKind.WEIGHTS, "again": TaskKind.RECOMPUTE}
+"""Fields of ``Played`` that are passes of tiles."""
+NAMED = (TaskKind.SYNC, TaskKind.COMPRESS, TaskKind.UPDATE)
+"""Kinds of tasks of synchronizations and updates."""
+
+
+def played_of(tasks: TaskGraph, schedule: Schedule, arrays: PlanArrays) -> Played:
+    """Tasks that were played with this outcome. ``arrays``: their plan's."""
+    todo, own = tasks.tasks, tasks.places
+    kind = np.array([KINDS[task.kind] for task in todo], np.int64)
+    tile = np.array([NONE if task.tile is None else task.tile for task in todo], np.int64)
+    tiles, sums = len(arrays.tiles.device), len(arrays.sums.operator)
+    first = arrays.carriers.part[arrays.carriers.parts[:-1]]
+    fetch = arrays.pieces.fetch[first]
+    parts = list(zip(fetch.tolist(), (first - arrays.fetches.pieces[fetch]).tolist(), strict=True))
+    passes = {}
+    for name, which in PASSES.items():
+        places = np.flatnonzero((kind == KINDS[which]) & (tile != NONE))
+        passes[name] = np.full(tiles, NONE, np.int64)
+        passes[name][tile[places]] = places
+    copies = {"need": own.need, "away": own.away, "back": own.back}
+    named: dict[str, tuple[int, int]] = {}
+    for place in np.flatnonzero(np.isin(kind, [KINDS[which] for which in NAMED])).tolist():
+        name = todo[place].name
+        named[name] = named.get(name, (place,))[0], place
+    return Played(
+        kind,
+        tile,
+        schedule.start_ns,
+        schedule.end_ns,
+        *times_of(tasks),
+        _ranks([task.id for task in todo]),
+        *_rows([task.predecessors for task in todo]),
+        *_rows([task.resources for task in todo]),
+        **passes,
+        **{name: _by_number(places, range(tiles)) for name, places in copies.items()},
+        brought=_by_number(own.brought, parts),
+        returned=_by_number(own.returned, parts),
+        summed=_by_number(own.summed, range(sums)),
+        summed_back=_by_number(own.summed_back, range(sums)),
+        named=named,
+    )
+
+
+def _by_number[Key](places: Mapping[Key, int], keys: Sequence[Key]) -> Longs:
+    """The tasks of these, or NONE."""
+    return np.array([places.get(key, NONE) for key in keys] if places else [NONE] * len(keys), np.int64)
+
+
+def _rows(rows: Sequence[Sequence[int]]) -> tuple[Longs, Longs]:
+    """Where each row begins, and all rows joined."""
+    return begins([len(row) for row in rows]), np.array([item for row in rows for item in row], np.int64)
+
+
+def _ranks(ids: Sequence[tuple[int, ...]]) -> Longs:
+    """The place of each id among all."""
+    ranks = np.empty(len(ids), np.int64)
+    ranks[sorted(range(len(ids)), key=lambda place: (ids[place], place))] = np.arange(len(ids))
+    return ranks
