@@ -1,0 +1,96 @@
+"""Until when tiles need what they read, and when gradients are wanted and taken: what several parts of the memory of an iteration ask for."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from soap.simulator.memory.grouped import least, most, owners
+from soap.simulator.memory.plan_arrays import PlanArrays
+from soap.simulator.memory.spans import NEVER, Spans
+
+Longs = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+
+class Derived(NamedTuple):
+    """Times in nanoseconds, of a plan's arrays and when everything takes place.
+
+    By tile: ``goes_back``, ``again``: whether it has a backward pass and a second run; ``run_end``, ``work_end``: the end of its last run
+    forward, and when that has computed; ``last``: the end of its last task (weight gradients, backward pass, or forward pass);
+    ``left``: until when it holds what it keeps, but for what comes back from its host. By row of ``Readers``: ``needed``: until when the
+    tile needs its region of the operand, ``used``: of what its segment makes by itself. By holding: ``wanted_start``: when its gradient is
+    added up, ``wanted_end``: until when it is held. By fetch: ``taken``: when the last part of its gradient has been taken. By row of
+    ``SumDevices``: ``sum_begun``: when the first segment of the tiles there begins to go back, ``sum_last``: the last end of these tiles,
+    both NEVER if none goes back. ``member_row``: for each of ``Sums.member`` the row of ``SumDevices`` of its device.
+    """
+
+    goes_back: Bools
+    again: Bools
+    run_end: Longs
+    work_end: Longs
+    last: Longs
+    left: Longs
+    needed: Longs
+    used: Longs
+    wanted_start: Longs
+    wanted_end: Longs
+    taken: Longs
+    member_row: Longs
+    sum_begun: Longs
+    sum_last: Longs
+
+
+def derived(arrays: PlanArrays, spans: Spans) -> Derived:
+    """All of them."""
+    goes_back, again = spans.backward_start != NEVER, spans.again_start != NEVER
+    run_end = np.where(again, spans.again_end, spans.forward_end)
+    work_end = np.where(again, spans.again_work_end, spans.forward_end)
+    last = np.where(spans.weights_start != NEVER, spans.weights_end, np.where(goes_back, spans.backward_end, spans.forward_end))
+    left = np.where(spans.away_start != NEVER, spans.away_end, last)
+    tile, keeps = arrays.readers.tile, arrays.readers.keeps
+    waits = (spans.weights_start[tile] != NEVER) & arrays.fetches.gradient[arrays.readers.fetch]
+    needed = np.where(waits, last[tile], np.where(keeps, left[tile], run_end[tile]))
+    used = np.where(keeps, left[tile], work_end[tile])
+    member_row, begun, ended = _of_sums(arrays, spans, goes_back, last)
+    wanted = _wanted(arrays, spans, goes_back, last, begun, ended)
+    taken = _taken(arrays, spans, wanted[0])
+    return Derived(goes_back, again, run_end, work_end, last, left, needed, used, *wanted, taken, member_row, begun, ended)
+
+
+def sum_rows(arrays: PlanArrays, sums: Longs, devices: Longs) -> Longs:
+    """The rows of ``SumDevices`` of these sums on these devices."""
+    own = arrays.sum_devices
+    most_devices = max(int(own.device.max(initial=0)), int(devices.max(initial=0))) + 1
+    return np.searchsorted(own.sum * most_devices + own.device, sums * most_devices + devices)
+
+
+def _of_sums(arrays: PlanArrays, spans: Spans, goes_back: Bools, last: Longs) -> tuple[Longs, Longs, Longs]:
+    members, size = arrays.sums.member, len(arrays.sum_devices.sum)
+    row = sum_rows(arrays, owners(arrays.sums.members), arrays.tiles.device[members])
+    back = goes_back[members]
+    own, kept = members[back], row[back]
+    return row, least(kept, spans.begun[own], size, NEVER), most(kept, last[own], size, NEVER)
+
+
+def _wanted(arrays: PlanArrays, spans: Spans, goes_back: Bools, last: Longs, begun: Longs, ended: Longs) -> tuple[Longs, Longs]:
+    """(when holdings' gradients are added up, until when they are held)."""
+    held = arrays.holdings
+    start = np.where(goes_back[held.tile], spans.begun[held.tile], spans.end)
+    end = np.where(goes_back[held.tile], last[held.tile], spans.end)
+    own = np.flatnonzero(held.sum >= 0)
+    row = sum_rows(arrays, held.sum[own], held.device[own])
+    back = spans.summed_back_start[held.sum[own]]
+    start[own] = np.where(back != NEVER, back, np.where(begun[row] == NEVER, spans.end, begun[row]))
+    end[own] = np.where(back != NEVER, back, np.where(ended[row] == NEVER, spans.end, ended[row]))
+    return start, end
+
+
+def _taken(arrays: PlanArrays, spans: Spans, wanted: Longs) -> Longs:
+    pieces = arrays.pieces
+    returned = np.append(spans.returned_start, NEVER)[pieces.carrier]  # the last one is for those that nothing brings
+    over = np.where(pieces.remote, returned, wanted[pieces.holding])
+    there = over != NEVER
+    return most(pieces.fetch[there], over[there], len(arrays.fetches.device), 0)

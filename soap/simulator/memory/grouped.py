@@ -1,0 +1,39 @@
+"""Least and greatest values of groups, and ranges of rows, as arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Longs = NDArray[np.int64]
+
+_LIMITS = np.iinfo(np.int64)
+
+
+def least(keys: Longs, values: Any, size: int, default: Any) -> Longs:
+    """[size]: the least of the values with this key; ``default``, a number or one for each key, if there are none."""
+    found = np.full(size, _LIMITS.max)
+    np.minimum.at(found, keys, np.broadcast_to(values, keys.shape))
+    return np.where(found == _LIMITS.max, default, found)
+
+
+def most(keys: Longs, values: Any, size: int, default: Any) -> Longs:
+    """[size]: the greatest of the values with this key; ``default``, a number or one for each key, if there are none."""
+    found = np.full(size, _LIMITS.min)
+    np.maximum.at(found, keys, np.broadcast_to(values, keys.shape))
+    return np.where(found == _LIMITS.min, default, found)
+
+
+def owners(begins: Longs) -> Longs:
+    """For each row of a table the number of its owner, whose rows are ``begins[number]:begins[number + 1]``."""
+    return np.repeat(np.arange(len(begins) - 1), np.diff(begins))
+
+
+def rows_of(begins: Longs, numbers: Longs) -> tuple[Longs, Longs]:
+    """(places in ``numbers``, rows): all rows of these owners, one owner after the other."""
+    counts = begins[numbers + 1] - begins[numbers]
+    place = np.repeat(np.arange(len(numbers)), counts)
+    within = np.arange(len(place)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return place, begins[numbers][place] + within
