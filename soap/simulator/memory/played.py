@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from itertools import islice
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from soap.simulator.memory.plan_arrays import PlanArrays, begins
+from soap.plan.plan import Part, Plan
 from soap.simulator.tasks import Schedule, TaskGraph, TaskKind, times_of
 
 Longs = NDArray[np.int64]
@@ -61,15 +62,12 @@ NAMED = (TaskKind.SYNC, TaskKind.COMPRESS, TaskKind.UPDATE)
 """Kinds of tasks of synchronizations and updates."""
 
 
-def played_of(tasks: TaskGraph, schedule: Schedule, arrays: PlanArrays) -> Played:
-    """Tasks that were played with this outcome. ``arrays``: their plan's."""
-    todo, own = tasks.tasks, tasks.places
+def played_of(tasks: TaskGraph, schedule: Schedule) -> Played:
+    """Tasks that were played with this outcome."""
+    plan, todo, own = tasks.plan, tasks.tasks, tasks.places
     kind = np.array([KINDS[task.kind] for task in todo], np.int64)
     tile = np.array([NONE if task.tile is None else task.tile for task in todo], np.int64)
-    tiles, sums = len(arrays.tiles.device), len(arrays.sums.operator)
-    first = arrays.carriers.part[arrays.carriers.parts[:-1]]
-    fetch = arrays.pieces.fetch[first]
-    parts = list(zip(fetch.tolist(), (first - arrays.fetches.pieces[fetch]).tolist(), strict=True))
+    tiles, sums, parts = len(plan.tiles), range(len(plan.reductions)), _first_parts(plan)
     passes = {}
     for name, which in PASSES.items():
         places = np.flatnonzero((kind == KINDS[which]) & (tile != NONE))
@@ -93,20 +91,29 @@ def played_of(tasks: TaskGraph, schedule: Schedule, arrays: PlanArrays) -> Playe
         **{name: _by_number(places, range(tiles)) for name, places in copies.items()},
         brought=_by_number(own.brought, parts),
         returned=_by_number(own.returned, parts),
-        summed=_by_number(own.summed, range(sums)),
-        summed_back=_by_number(own.summed_back, range(sums)),
+        summed=_by_number(own.summed, sums),
+        summed_back=_by_number(own.summed_back, sums),
         named=named,
     )
 
 
-def _by_number[Key](places: Mapping[Key, int], keys: Sequence[Key]) -> Longs:
+def _first_parts(plan: Plan) -> list[Part]:
+    """By carrier of ``PlanArrays``, the first part that it brings."""
+    messages, exchanges, found = iter(plan.messages), iter(plan.exchanges), list[Part]()
+    for own in plan.deliveries:
+        found += (carrier.parts[0] for carrier in islice(messages, len(own.messages)))
+        found += (carrier.parts[0] for carrier in islice(exchanges, len(own.exchanges)))
+    return found
+
+
+def _by_number(places: Mapping[Any, int], keys: Sequence[Any]) -> Longs:
     """The tasks of these, or NONE."""
     return np.array([places.get(key, NONE) for key in keys] if places else [NONE] * len(keys), np.int64)
 
 
 def _rows(rows: Sequence[Sequence[int]]) -> tuple[Longs, Longs]:
     """Where each row begins, and all rows joined."""
-    return begins([len(row) for row in rows]), np.array([item for row in rows for item in row], np.int64)
+    return np.cumsum([0, *map(len, rows)]), np.array([item for row in rows for item in row], np.int64)
 
 
 def _ranks(ids: Sequence[tuple[int, ...]]) -> Longs:
