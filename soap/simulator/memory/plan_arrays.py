@@ -275,7 +275,7 @@ class _Maker:
             fields = [column for column in table._fields if (name, column) not in own]
             columns: dict[str, Any] = dict(zip(fields, zip(*rows, strict=True), strict=True)) if rows else dict.fromkeys(fields, ())
             columns |= {column: own[key] for column in table._fields if (key := (name, column)) in own}
-            found[name] = table(**{c: np.array(columns[c], np.bool_ if hints[c] is Bools else np.int64) for c in table._fields})
+            found[name] = table(**{c: np.array(columns[c], np.bool_ if hints[c] == Bools else np.int64) for c in table._fields})
         return _Part(PlanArrays(**found), np.array(operators, np.int64), np.array(packed, np.int64))
 
     def _box_bytes(self, tensor: str, box: Box) -> int:
