@@ -9,6 +9,7 @@ import numpy as np
 
 from soap.simulator.draws import DrawnTasks, Draws
 from soap.simulator.folded import FoldedSimulation
+from soap.simulator.memory.played import played_of
 from soap.simulator.reference import simulate
 from soap.simulator.simulate import Simulation, Simulator, is_large
 from soap.strategy.config import Strategy
@@ -33,7 +34,9 @@ def replayed_times_ns(outcome: Simulation | FoldedSimulation, draws: Draws) -> t
     """The same by compiled code, from the same tasks: of what no engine lowers, or has lowered."""
     from soap.simulator.replay import Replay  # imports numba
 
-    drawn, replay = DrawnTasks(outcome.tasks, draws, outcome.between_hosts), Replay(outcome.tasks)
+    tasks = outcome.tasks
+    drawn = DrawnTasks(tasks, draws, outcome.between_hosts)
+    replay = Replay(played_of(tasks, outcome.schedule), tasks.topology)
     return tuple(replay.makespan_ns(drawn.times(draw)) for draw in range(draws.count))
 
 

@@ -15,15 +15,15 @@ from soap.simulator.compiled.state import Groups
 
 
 class DeviceGroups:
-    """Grows as compiled code asks for sets."""
+    """Grows as compiled code asks for sets. ``cluster``: of tasks that are lowered; those that are only played know what they hold."""
 
-    def __init__(self, communication: Communication, cluster: ClusterTables) -> None:
+    def __init__(self, communication: Communication, cluster: ClusterTables | None = None) -> None:
         self._communication = communication
         self._sets, self._numbers = GrowingLists(), dict[tuple[int, ...], int]()
         self._static = Growing(np.int32)
         self._static.add(np.arange(communication.topology.device_count))
-        self._static.add(cluster.route)
-        self._static.add(cluster.lift)
+        for known in () if cluster is None else (cluster.route, cluster.lift):
+            self._static.add(known)
         self._way_ptr, self._latency, self._per_byte = Growing(np.int64), Growing(np.float64), Growing(np.float64)
         self._resource, self._resource_n = Growing(np.int64), Growing(np.int32)
         self._way_ptr.add([0])
