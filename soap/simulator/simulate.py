@@ -30,7 +30,8 @@ from soap.simulator.lowering import PlanBuilder, lower
 from soap.simulator.memory.hosts import host_use, lacking_on_hosts
 from soap.simulator.memory.ledger import MemoryCurve
 from soap.simulator.memory.peaks import MemoryUse, memory_use, overflow_bytes
-from soap.simulator.memory.sweep import expected_peaks, memory_over_time, peaks_by_kind, peaks_of, with_allowance
+from soap.simulator.memory.plan_arrays import plan_arrays
+from soap.simulator.memory.sweep import expected_peaks, memory_over_time, peaks_by_kind, swept, with_allowance
 from soap.simulator.reference import simulate
 from soap.simulator.tasks import Schedule, TaskGraph, TaskKind
 from soap.simulator.throughput import Throughput, throughput
@@ -306,7 +307,8 @@ class Simulator:
         """What is expected on each device at its peak. Where that fits, the bound for any order is not asked for."""
         from soap.simulator.memory.engine_played import engine_played  # imports numba
 
-        peaks = peaks_of(plan, engine_played(engine, plan), self.optimizer_states)
+        arrays = plan_arrays(plan)
+        peaks = swept(plan, arrays, engine_played(engine, plan, arrays), self.topology, self.optimizer_states).peaks().tolist()
         expected = [with_allowance(peak) for peak in peaks]
         if not overflow_bytes(expected, self.topology):
             return expected

@@ -22,13 +22,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from soap.cluster.topology import Topology
 from soap.plan.memory_kinds import ALLOWANCE as BEYOND
 from soap.plan.plan import Plan
 from soap.simulator.memory.array_ledger import ArrayLedger
+from soap.simulator.memory.derived import derived
+from soap.simulator.memory.gradients import CountedSums, hold_gradients
+from soap.simulator.memory.held_parameters import HeldParameters
 from soap.simulator.memory.ledger import MemoryCurve
 from soap.simulator.memory.peaks import MemoryUse
-from soap.simulator.memory.plan_arrays import plan_arrays
-from soap.simulator.memory.played import Played
+from soap.simulator.memory.plan_arrays import PlanArrays, plan_arrays
+from soap.simulator.memory.played import Played, played_of
+from soap.simulator.memory.sent import send_values
+from soap.simulator.memory.spans import spans_of
+from soap.simulator.memory.values import hold_values
 from soap.simulator.tasks import Schedule, TaskGraph
 
 ALLOWANCE = 0.045
@@ -38,12 +45,8 @@ what it has summed when its thread gets to it. Measured: ``docs/benchmarks.md``.
 
 def memory_over_time(tasks: TaskGraph, schedule: Schedule, optimizer_states: int = 2) -> tuple[MemoryCurve, ...]:
     """The curve of each device. ``optimizer_states``: tensors of a parameter's size that the optimizer keeps for it."""
-    return _swept(tasks.plan, played_of(tasks, schedule), optimizer_states).curves()
-
-
-def peaks_of(plan: Plan, played: Played, optimizer_states: int = 2) -> Sequence[int]:
-    """The most bytes that each device holds at a time, of a plan as it was played."""
-    return _swept(plan, played, optimizer_states).peaks()
+    arrays, played = plan_arrays(tasks.plan), played_of(tasks, schedule)
+    return swept(tasks.plan, arrays, played, tasks.topology, optimizer_states).curves()
 
 
 def with_allowance(peak_bytes: int) -> int:
@@ -63,7 +66,15 @@ def peaks_by_kind(curves: Iterable[MemoryCurve], peaks: Sequence[int]) -> tuple[
     return tuple({**{kind.value: size for kind, size in curve.at_peak.items()}, BEYOND: peak - curve.peak_bytes} for curve, peak in pairs)
 
 
-def _swept(plan: Plan, played: Played, optimizer_states: int) -> ArrayLedger:
-    """A ledger with all that devices hold."""
-    arrays = plan_arrays(plan)
-    raise NotImplementedError
+def swept(plan: Plan, arrays: PlanArrays, played: Played, topology: Topology, optimizer_states: int) -> ArrayLedger:
+    """A ledger with all that devices hold. ``arrays``: the plan's. ``played``: its tasks, as they were simulated on this topology."""
+    spans = spans_of(played, plan, arrays, topology)
+    times, ledger = derived(arrays, spans), ArrayLedger(plan.device_count, plan.accelerators, spans.end)
+    parameters = HeldParameters(plan, spans, ledger)
+    parameters.always(optimizer_states)
+    counted = parameters.synchronized()
+    gone = hold_values(plan, arrays, spans, times, ledger, played)
+    send_values(plan, arrays, spans, times, ledger, gone)
+    parameters.updated(optimizer_states)
+    hold_gradients(plan, arrays, spans, times, ledger, CountedSums(*counted))
+    return ledger
