@@ -1,4 +1,4 @@
-"""Until when tiles need what they read, and when gradients are wanted and taken: what several parts of the memory of an iteration ask for."""
+"""Until when tiles need what they read, and when gradients are wanted and taken: several parts of an iteration's memory ask for that."""
 
 from __future__ import annotations
 

@@ -103,4 +103,5 @@ def _dropped(plan: Plan, arrays: PlanArrays, spans: Spans, times: Derived) -> Bo
     once = (active & ~twice)[readers.tile] & ~arrays.fetches.remote[readers.fetch]
     kept = any_of(readers.fetch[once], len(arrays.fetches.device))[pieces.fetch]
     light = np.isin(arrays.tiles.operator[held.tile], list(plan.light_operators))
-    return (held.sum < 0) & twice[held.tile] & ~light & ~any_of(pieces.holding[kept], len(held.tile))
+    dropped: Bools = (held.sum < 0) & twice[held.tile] & ~light & ~any_of(pieces.holding[kept], len(held.tile))
+    return dropped
