@@ -27,8 +27,8 @@ from soap.simulator.draws import links_between_hosts
 from soap.simulator.folded import FoldedSimulation
 from soap.simulator.folding import CopiesBuilders, Folding, fold
 from soap.simulator.lowering import PlanBuilder, lower
+from soap.simulator.memory.curves import MemoryCurve
 from soap.simulator.memory.hosts import host_use, lacking_on_hosts
-from soap.simulator.memory.ledger import MemoryCurve
 from soap.simulator.memory.peaks import MemoryUse, memory_use, overflow_bytes
 from soap.simulator.memory.plan_arrays import plan_arrays
 from soap.simulator.memory.sweep import expected_peaks, memory_over_time, peaks_by_kind, swept, with_allowance

@@ -20,7 +20,8 @@ from soap.runtime.comm.assembling import cut
 from soap.runtime.comm.packing import are_adjacent
 from soap.simulator.lowering import build_plan, lower
 from soap.simulator.memory.as_run import as_run
-from soap.simulator.memory.ledger import Ledger, MemoryCurve
+from soap.simulator.memory.curves import MemoryCurve
+from soap.simulator.memory.ledger import Ledger
 from soap.simulator.memory.parameters import is_away, kept_shards
 from soap.simulator.memory.peaks import MemoryUse, memory_use, peak_bytes, tile_sizes
 from soap.simulator.memory.residency import expected_peaks, memory_over_time, peaks_by_kind

@@ -32,9 +32,10 @@ from soap.plan.syncs.bucketing import idle_shards, sums_of_one
 from soap.plan.syncs.seam import Hold, method_for
 from soap.simulator.memory import peaks
 from soap.simulator.memory.as_run import as_run
+from soap.simulator.memory.curves import MemoryCurve
 from soap.simulator.memory.gradient_residency import GradientResidency, Sum
 from soap.simulator.memory.leaving import Leaving, LeftSums, sent_of_sum
-from soap.simulator.memory.ledger import Ledger, MemoryCurve
+from soap.simulator.memory.ledger import Ledger
 from soap.simulator.memory.parameters import assembled_regions, compact_parameters, host_copies, is_away, kept_shards, updating_bytes
 from soap.simulator.memory.peaks import MemoryUse
 from soap.simulator.memory.task_spans import Span, TaskSpans

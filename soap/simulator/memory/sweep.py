@@ -26,14 +26,14 @@ from soap.cluster.topology import Topology
 from soap.plan.memory_kinds import ALLOWANCE as BEYOND
 from soap.plan.plan import Plan
 from soap.simulator.memory.array_ledger import ArrayLedger
+from soap.simulator.memory.curves import MemoryCurve
 from soap.simulator.memory.derived import derived
 from soap.simulator.memory.gradients import CountedSums, hold_gradients
 from soap.simulator.memory.held_parameters import HeldParameters
-from soap.simulator.memory.ledger import MemoryCurve
 from soap.simulator.memory.peaks import MemoryUse
 from soap.simulator.memory.plan_arrays import PlanArrays, plan_arrays
 from soap.simulator.memory.played import Played, played_of
-from soap.simulator.memory.sent import send_values
+from soap.simulator.memory.sent import left_by, send_values
 from soap.simulator.memory.spans import spans_of
 from soap.simulator.memory.values import hold_values
 from soap.simulator.tasks import Schedule, TaskGraph
@@ -76,5 +76,5 @@ def swept(plan: Plan, arrays: PlanArrays, played: Played, topology: Topology, op
     gone = hold_values(plan, arrays, spans, times, ledger, played)
     send_values(plan, arrays, spans, times, ledger, gone)
     parameters.updated(optimizer_states)
-    hold_gradients(plan, arrays, spans, times, ledger, CountedSums(*counted))
+    hold_gradients(plan, arrays, spans, times, ledger, CountedSums(*counted), left_by(plan, arrays, spans))
     return ledger
