@@ -10,7 +10,7 @@ from soap.simulator.engine import Engine
 from soap.simulator.folded_prices import FoldedCosts
 from soap.simulator.folding import Folding
 from soap.simulator.memory.bound import MemoryBound
-from soap.simulator.memory.residency import ALLOWANCE
+from soap.simulator.memory.sweep import ALLOWANCE
 
 
 def folded_engine(folding: Folding, costs: CostModel) -> Engine:

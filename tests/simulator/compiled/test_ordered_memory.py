@@ -24,7 +24,6 @@ from soap.simulator.incremental import IncrementalSimulator
 from soap.simulator.lowering import PlanBuilder, build_plan, lower
 from soap.simulator.memory import bound
 from soap.simulator.memory.bound import MemoryBound
-from soap.simulator.memory.residency import memory_over_time
 from soap.simulator.reference import simulate
 from soap.simulator.simulate import Simulator
 from soap.strategy.config import OpConfig, Strategy
@@ -33,6 +32,7 @@ from tests.extent import FEW, so_many
 from tests.graph_builder import transformer
 from tests.micro_batches import by_hand, drawn_pipeline
 from tests.simulator.copied import Case, copied
+from tests.simulator.reference_memory.residency import memory_over_time
 from tests.simulator.test_micro_batches import COUNT, ENTERED, STAGES, pipeline
 from tests.strategies import CPU, cases, cluster
 
