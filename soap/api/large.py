@@ -23,10 +23,10 @@ class LargePrediction:
 
 
 def large_prediction(simulator: Simulator, strategy: Strategy) -> LargePrediction | None:
-    """The time and the memory of a plan by compiled code; None if it has few tiles, is not made of equal copies, or has parameters that
-    readers own in parts."""
+    """The time and the memory of a plan by compiled code; None if it has few tiles, or is not made of equal
+    copies."""
     folding = "" if is_planned(strategy) else simulator.folding(strategy)
-    if isinstance(folding, str) or folding.has_parts or is_planned(folding.copies.strategy):
+    if isinstance(folding, str) or is_planned(folding.copies.strategy):
         return None
     from soap.simulator.folded_bound import folded_engine, most_bytes  # numba
 

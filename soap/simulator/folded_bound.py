@@ -7,16 +7,14 @@ from numpy.typing import NDArray
 
 from soap.simulator.costs import CostModel
 from soap.simulator.engine import Engine
-from soap.simulator.folded_prices import FoldedCosts
 from soap.simulator.folding import Folding
 from soap.simulator.memory.bound import MemoryBound
 from soap.simulator.memory.residency import ALLOWANCE
 
 
 def folded_engine(folding: Folding, costs: CostModel) -> Engine:
-    """An engine that holds the two copies. ``costs``: of the whole graph."""
-    own, training = FoldedCosts(folding.graph, costs), folding.builder.training
-    engine = Engine(folding.copies.graph, folding.topology, own, folding.communication, training=training)
+    """An engine that holds the two copies."""
+    engine = Engine(folding.copies.graph, folding.topology, costs, folding.communication, training=folding.builder.training)
     engine.load(folding.copies.strategy)
     return engine
 

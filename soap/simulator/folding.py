@@ -72,11 +72,11 @@ class Folding:
 
     ``graph``, ``whole``: the whole graph and cluster. ``topology``: the small one: the devices of both copies, the links between them, and
     one link for each set of links that the same common sums hold. ``lowering.lower`` takes ``plan`` with ``topology`` and
-    ``communication``; an ``Engine`` takes ``copies.graph`` and ``copies.strategy`` instead, with ``FoldedCosts``. ``local[copy, number]``:
+    ``communication``; an ``Engine`` takes ``copies.graph`` and ``copies.strategy`` instead. ``local[copy, number]``:
     links of the cluster; one column has corresponding links. ``alike``: link of the cluster -> the link of the small topology that
     represents it, -1 if it is never held. ``between_hosts``: by link of the small topology, whether any of those that it represents leads
-    from one host to others (``draws.links_between_hosts`` of the whole cluster). ``builder``: of plans of two copies. ``has_parts``:
-    whether readers own parts of what is synchronized. ``exact``: whether the others do exactly as copy 1: these parts are equal.
+    from one host to others (``draws.links_between_hosts`` of the whole cluster). ``builder``: of plans of two copies. ``exact``:
+    whether the others do exactly as copy 1: what readers own in parts are equal ones.
     """
 
     graph: OperatorGraph
@@ -84,20 +84,18 @@ class Folding:
     copies: Copies
     topology: Topology
     builder: PlanBuilder
-    has_parts: bool
     exact: bool
     communication: FoldedCommunication
     local: Ints
     alike: Ints
     between_hosts: NDArray[np.bool_]
-    represented: Represented
 
     @property
     def plan(self) -> Plan:
         """The plan of two copies, with the whole graph, made whenever it is asked for."""
         builder, strategy = self.builder, self.copies.strategy
         if strategy.microbatches > 1:  # whose plans are large, and nothing of them is kept
-            builder = PlanBuilder(builder.graph, builder.topology, builder.training, represented=self.represented)
+            builder = PlanBuilder(builder.graph, builder.topology, builder.training, represented=self.communication.represented)
         return replace(builder.build(strategy), graph=self.graph)
 
     @property
@@ -206,9 +204,8 @@ class _Folding:
         represented = alike >= 0
         np.logical_or.at(between, alike[represented], self._between[represented])
         exact = not any(not box or (box[0][1] - box[0][0]) % len(self._represented.everyone(readers)) for box, readers in owned)
-        communication, links = FoldedCommunication(small, common, tuple(every)), (local, alike, between)
-        planned = builder, bool(owned), exact
-        return Folding(self.graph, self.topology, self.copies, small, *planned, communication, *links, self._represented)
+        communication = FoldedCommunication(small, common, tuple(every), self._represented)
+        return Folding(self.graph, self.topology, self.copies, small, builder, exact, communication, local, alike, between)
 
     def _check_devices(self) -> None:
         devices = self.topology.devices

@@ -207,7 +207,7 @@ class IncrementalSimulator:
 
     def _folded_ns(self, folding: Folding, strategy: Strategy) -> int:
         simulator = self._simulator
-        if self.draws is not None or folding.has_parts:  # an engine knows no other readers than those of two copies
+        if self.draws is not None:
             folded = simulator.run_folded(strategy)
             assert not isinstance(folded, str)
             return folded.makespan_ns if self.draws is None else cost_ns(replayed_times_ns(folded, self.draws), self.draws.risk)

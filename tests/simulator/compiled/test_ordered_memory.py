@@ -17,8 +17,7 @@ from soap.profiles.roofline import RooflineCosts
 from soap.simulator import simulate as simulating
 from soap.simulator.compiled.memory_tables import FITS, UNKNOWN
 from soap.simulator.engine import Engine
-from soap.simulator.folded_bound import most_overflow_bytes
-from soap.simulator.folded_prices import FoldedCosts
+from soap.simulator.folded_bound import folded_engine, most_overflow_bytes
 from soap.simulator.folding import fold
 from soap.simulator.incremental import IncrementalSimulator
 from soap.simulator.lowering import PlanBuilder, build_plan, lower
@@ -32,7 +31,7 @@ from soap.strategy.stages import chunks_of, devices_of_stages, stages_of_chunks
 from tests.extent import FEW, so_many
 from tests.graph_builder import transformer
 from tests.micro_batches import by_hand, drawn_pipeline
-from tests.simulator.copied import Case, copied
+from tests.simulator.copied import Case, copied, with_parts
 from tests.simulator.test_micro_batches import COUNT, ENTERED, STAGES, pipeline
 from tests.strategies import CPU, cases, cluster
 
@@ -198,20 +197,17 @@ def test_without_knowledge_of_other_devices(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @settings(suppress_health_check=list(HealthCheck))
-@given(copied())
+@given(copied().flatmap(with_parts))
 def test_folded_never_below_what_all_copies_lack(case: Case) -> None:
     graph, topology, strategy = case
-    folding = fold(graph, topology, strategy)
-    assume(not isinstance(folding, str) and strategy.microbatches > 1)
-    assert not isinstance(folding, str)
+    assume(not isinstance(fold(graph, topology, strategy, nearly=True), str) and strategy.microbatches > 1)
     simulator = Simulator(graph, topology, RooflineCosts(topology))
-    outcome = simulator.run_folded(strategy)
+    outcome = simulator.run_folded(strategy, nearly=True)
     assert not isinstance(outcome, str)
     limits = (min(outcome.peak_bytes) // 2,) * topology.device_count
-    folding = fold(graph, replace(topology, limits=limits), strategy)
+    folding = fold(graph, replace(topology, limits=limits), strategy, nearly=True)
     assert not isinstance(folding, str)
-    engine = Engine(folding.copies.graph, folding.topology, FoldedCosts(graph, simulator.costs), folding.communication)
-    engine.load(folding.copies.strategy)
+    engine = folded_engine(folding, simulator.costs)
     used = sorted({device for own in folding.copies.images.tolist() for device in own})
     lacking = sum(outcome.peak_bytes[device] - limits[device] for device in used)
     assert most_overflow_bytes(folding, engine, 2) >= lacking
