@@ -39,7 +39,7 @@ same shards, because distinct sets of devices of two copies correspond to distin
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import chain, permutations
 
 import numpy as np
@@ -62,6 +62,13 @@ from soap.strategy.config import Strategy
 
 MOST_BUILDERS = 8
 """So many divisions of operators among copies are remembered."""
+MOST_FOLDINGS = 4
+"""And so many foldings."""
+
+DECIDING = tuple(field.name for field in fields(Strategy) if field.name not in ("operators", "prefetch"))
+"""Fields of a strategy that decide about its copies, beside where its operators are."""
+
+UNEQUAL = "readers own unequal parts of parameters"
 
 Ints = NDArray[np.int64]
 
@@ -106,11 +113,27 @@ class Folding:
 
 class CopiesBuilders:
     """The builders of plans of two copies of one graph on one cluster, the last ones: strategies that divide operators alike share one, and
-    so what their plans have in common."""
+    so what their plans have in common. And the last foldings, for strategies that differ in what does not decide about copies."""
 
     def __init__(self, graph: OperatorGraph, topology: Topology, training: PlannedTraining = PLAIN) -> None:
         self.graph, self.topology, self.training = graph, topology, training
         self._known: list[tuple[Ints, PlanBuilder]] = []
+        self._folded: list[tuple[Strategy, Folding]] = []
+
+    def add(self, strategy: Strategy, folding: Folding) -> None:
+        """Remember a folding of a strategy."""
+        self._folded = [(strategy, folding), *self._folded][:MOST_FOLDINGS]
+
+    def again(self, strategy: Strategy) -> Folding | None:
+        """The folding of a strategy that places everything as one that was added, and has other marks or another prefetch; else None."""
+        for known, folding in self._folded:
+            same = all(getattr(known, name) == getattr(strategy, name) for name in DECIDING)
+            changed = {name: config for name, config in strategy.operators.items() if config is not known.operators[name]}
+            if same and all(config.placed_like(known.operators[name]) is config for name, config in changed.items()):
+                own = folding.copies.strategy.operators
+                placed = {**own, **{name: config.placed_like(own[name]) for name, config in changed.items()}}
+                return replace(folding, copies=replace(folding.copies, strategy=replace(strategy, operators=placed)))
+        return None
 
     def builder(self, copies: Copies, before: Topology) -> PlanBuilder:
         """The builder for two copies on ``before``, these devices' part of the cluster."""
@@ -144,6 +167,9 @@ def fold(
         return "communication costs the devices CPU overhead"
     if topology.cold_penalty != NO_COLD_PENALTY:
         return "devices have a cold penalty after a wait"
+    builders = builders or CopiesBuilders(graph, topology, training)
+    if (known := builders.again(strategy)) is not None:
+        return known if nearly or known.exact else UNEQUAL
     no_copies: list[str] = []
     unlike_copies: list[str] = []
     for count in candidates(strategy):
@@ -151,8 +177,9 @@ def fold(
         try:
             copies = find_copies(graph, strategy, count)
             reasons = unlike_copies
-            found = _Folding(copies, builders or CopiesBuilders(graph, topology, training)).fold()
-            return found if nearly or found.exact else "readers own unequal parts of parameters"
+            found = _Folding(copies, builders).fold()
+            builders.add(strategy, found)
+            return found if nearly or found.exact else UNEQUAL
         except UnfoldableError as error:
             reasons.append(str(error))
     return next(iter(unlike_copies + no_copies), f"at most {LEFT} devices in use")

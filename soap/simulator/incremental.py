@@ -10,11 +10,10 @@ from soap.simulator.compiled.machine_code import ENGINE
 from soap.simulator.compiled.memory_tables import FITS, UNLIKELY
 from soap.simulator.costs import CostModel
 from soap.simulator.drawn_engine import make_engine
-from soap.simulator.drawn_times import replayed_times_ns
-from soap.simulator.draws import Draws, cost_ns
+from soap.simulator.draws import Draws
 from soap.simulator.engine import Engine
 from soap.simulator.folded import FoldedSimulation
-from soap.simulator.folded_bound import folded_engine, most_overflow_bytes
+from soap.simulator.folded_bound import alike, folded_engine, most_overflow_bytes
 from soap.simulator.folding import Folding
 from soap.simulator.memory.bound import MemoryBound
 from soap.simulator.memory.hosts import hosts_may_lack
@@ -25,6 +24,9 @@ from soap.strategy.config import OpConfig, Strategy, SyncConfig
 
 MOST_CHANGES = 16
 """A strategy that differs from the one an engine holds in more operators and parameters than this is lowered from scratch."""
+
+MOST_FOLDED = 2
+"""So many engines of two of many equal copies are kept: strategies that are folded alike are proposals to one."""
 
 AMPLE = 3
 """How many times a single device's needs every device must have for ``always_fits``: copies of what is read from other devices, and
@@ -49,6 +51,7 @@ class IncrementalSimulator:
         self._simulator = simulator
         self.draws = draws
         self._engines: list[_Holder] = []
+        self._folded: list[tuple[Folding, _Holder]] = []
         self._answers: OrderedDict[Hashable, int] = OrderedDict()
         self._lacking: OrderedDict[Hashable, int] = OrderedDict()
 
@@ -144,7 +147,7 @@ class IncrementalSimulator:
     def _is_planned(self, strategy: Strategy) -> bool:
         if is_planned(strategy):
             return True
-        folding = self._simulator.folding(strategy)
+        folding = self._simulator.folding(strategy, nearly=True)
         return not isinstance(folding, str) and is_planned(folding.copies.strategy)
 
     def _most_overflow_bytes(self, strategy: Strategy) -> int | None:
@@ -185,15 +188,13 @@ class IncrementalSimulator:
 
     def _holder(self, strategy: Strategy) -> _Holder:
         simulator = self._simulator
-        engine = self._engine()
-        limits = simulator.topology.memory_limits
-        return _Holder(engine, MemoryBound(engine, limits, simulator.optimizer_states), strategy)
+        return _Holder(self._engine(), simulator.optimizer_states, strategy)
 
     def _simulate(self, strategy: Strategy) -> int:
         distances = [holder.distance(strategy) for holder in self._engines]
         nearest = distances.index(min(distances)) if distances else 0
         if is_large(strategy) and (not distances or distances[nearest] > MOST_CHANGES):
-            folding = self._simulator.folding(strategy)
+            folding = self._simulator.folding(strategy, nearly=True)
             if not isinstance(folding, str):
                 return self._folded_ns(folding, strategy)
         anew = not distances or distances[nearest] > MOST_CHANGES
@@ -206,15 +207,17 @@ class IncrementalSimulator:
         return found
 
     def _folded_ns(self, folding: Folding, strategy: Strategy) -> int:
-        simulator = self._simulator
-        if self.draws is not None:
-            folded = simulator.run_folded(strategy)
-            assert not isinstance(folded, str)
-            return folded.makespan_ns if self.draws is None else cost_ns(replayed_times_ns(folded, self.draws), self.draws.risk)
-        engine = folded_engine(folding, simulator.costs)
+        simulator, own = self._simulator, folding.copies.strategy
+        known = next((known for known in self._folded if alike(known[0], folding)), None)
+        if known is None:
+            holder = _Holder(folded_engine(folding, simulator.costs, self.draws), simulator.optimizer_states, own)
+            known = folding, holder
+        kept = [other for other in self._folded if other is not known][: MOST_FOLDED - 1]
+        self._folded = [known, *kept] if is_planned(own) else kept  # others take gigabytes
+        found = known[1].makespan_ns(own)
         if strategy.microbatches > 1:
-            self._note_lacking(strategy, most_overflow_bytes(folding, engine, simulator.optimizer_states))
-        return engine.play()
+            self._note_lacking(strategy, most_overflow_bytes(folding, known[1].memory))
+        return found
 
 
 def _unlike(one: Strategy, other: Strategy) -> bool:
@@ -225,8 +228,8 @@ def _unlike(one: Strategy, other: Strategy) -> bool:
 class _Holder:
     """An engine, the strategy that it holds, and perhaps a proposal that is neither accepted nor rejected yet."""
 
-    def __init__(self, engine: Engine, memory: MemoryBound, strategy: Strategy) -> None:
-        self._engine, self._memory = engine, memory
+    def __init__(self, engine: Engine, optimizer_states: int, strategy: Strategy) -> None:
+        self._engine, self.memory = engine, MemoryBound(engine, engine.topology.memory_limits, optimizer_states)
         self._last: tuple[Strategy, tuple[int, int]] | None = None
         self._held = strategy
         self._proposed: Strategy | None = None
@@ -254,28 +257,28 @@ class _Holder:
 
     def most_overflow_bytes(self) -> int | None:
         """An upper bound of the bytes that the devices lack by the last strategy simulated here; None if hosts may lack some."""
-        found = self._memory.most_overflow_bytes()
+        found = self.memory.most_overflow_bytes()
         return None if found is None else int(found.sum())
 
     def probably_lacks(self, strategy: Strategy) -> bool:
         """True if this is the last strategy simulated here, and its estimated memory is unlikely to fit."""
-        return self.has(strategy) and self._memory.likely() == UNLIKELY
+        return self.has(strategy) and self.memory.likely() == UNLIKELY
 
     def estimated_share(self, strategy: Strategy) -> float | None:
         """As ``MemoryBound.estimated_share``, if this is the last strategy simulated here; else None."""
-        return self._memory.estimated_share() if self.has(strategy) else None
+        return self.memory.estimated_share() if self.has(strategy) else None
 
     def told(self, strategy: Strategy, *, fits: bool) -> None:
         """Learn whether a strategy fits, if it is the last one simulated here."""
         if self.has(strategy):
-            self._memory.likely()
-            self._memory.told(fits=fits)
+            self.memory.likely()
+            self.memory.told(fits=fits)
 
     def _judged(self, strategy: Strategy) -> tuple[int, int]:
         """(verdict of the bounds, bytes that are lacking at least), computed once for each strategy."""
         if self._last is None or self._last[0] is not strategy:
-            verdict = self._memory.verdict()
-            self._last = strategy, (verdict, self._memory.least_overflow_bytes())
+            verdict = self.memory.verdict()
+            self._last = strategy, (verdict, self.memory.least_overflow_bytes())
         return self._last[1]
 
     def has(self, strategy: Strategy) -> bool:

@@ -208,6 +208,7 @@ def test_folded_never_below_what_all_copies_lack(case: Case) -> None:
     folding = fold(graph, replace(topology, limits=limits), strategy, nearly=True)
     assert not isinstance(folding, str)
     engine = folded_engine(folding, simulator.costs)
+    engine.load(folding.copies.strategy)
     used = sorted({device for own in folding.copies.images.tolist() for device in own})
     lacking = sum(outcome.peak_bytes[device] - limits[device] for device in used)
-    assert most_overflow_bytes(folding, engine, 2) >= lacking
+    assert most_overflow_bytes(folding, MemoryBound(engine, engine.topology.memory_limits)) >= lacking
