@@ -17,7 +17,7 @@ its own tiles (except that tiles that wait for no other run right before their f
   end.
 
 The runtime joins consecutive tiles between which nothing arrives or leaves (``program``), and then waits for all gradients that the joined
-tiles need. The simulator takes tile by tile; predicted memory is that of joined ones (``memory.as_run``).
+tiles need. The simulator takes tile by tile; predicted memory is that of joined ones (``memory.rank_times``).
 
 With micro-batches each device runs its passes one after the other in a given order (``Plan.order``): each waits for the one before. If the
 order has backward passes in two (``strategy.division``), weight gradients wait for input gradients, and what keeps parameters in step for

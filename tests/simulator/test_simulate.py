@@ -22,7 +22,7 @@ from soap.strategy.json_file import strategy_hash
 from soap.strategy.sync import worded
 from soap.strategy.workers import Workers
 from tests.extent import FEW
-from tests.simulator.examples import UNIT_NS, PointCosts, batch_split, chain, on, pairwise_cluster, strategy
+from tests.simulator.examples import UNIT_NS, PointCosts, chain, on, pairwise_cluster, strategy
 from tests.strategies import cases
 
 TWO = pairwise_cluster(1, 1)
