@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from soap.simulator.costs import CostModel
 from soap.simulator.drawn_engine import make_engine
 from soap.simulator.draws import Draws
 from soap.simulator.engine import Engine
 from soap.simulator.folding import Folding
-from soap.simulator.memory.bound import MemoryBound
-from soap.simulator.memory.residency import ALLOWANCE
 from soap.simulator.shared import Shared
 
 

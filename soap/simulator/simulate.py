@@ -104,12 +104,12 @@ class Simulation:
 
     @cached_property
     def peak_bytes(self) -> tuple[int, ...]:
-        """The peak memory to expect on each device, with an allowance (``residency.ALLOWANCE``)."""
+        """The peak memory to expect on each device, with an allowance (``sweep.ALLOWANCE``)."""
         return expected_peaks([curve.peak_bytes for curve in self.memory_over_time], self.memory)
 
     @cached_property
     def peak_by_kind(self) -> tuple[dict[str, int], ...]:
-        """What each device's expected peak is made of, in bytes: values, gradients, states, … (``residency.peaks_by_kind``)."""
+        """What each device's expected peak is made of, in bytes: values, gradients, states, … (``sweep.peaks_by_kind``)."""
         return peaks_by_kind(self.memory_over_time, self.peak_bytes)
 
     @cached_property
@@ -289,7 +289,7 @@ class Simulator:
     def overflow_of_played(self, strategy: Strategy, engine: Engine, folding: Folding | None = None) -> int:
         """The second half of ``cost``, of a strategy that an engine holds or proposes; with ``folding`` as two of its copies."""
         if folding is not None:
-            return overflow_bytes(self._expected_folded(folding, engine), self.topology)
+            return overflow_bytes(self.expected_folded(folding, engine), self.topology)
         plan = self._builder.build(strategy)
         if _is_refused(plan):
             return REFUSED_BYTES
@@ -298,7 +298,7 @@ class Simulator:
     def share_of_played(self, strategy: Strategy, engine: Engine, folding: Folding | None = None) -> float:
         """``peak_share`` of a strategy that an engine holds or proposes; with ``folding`` as two of its copies."""
         if folding is not None:
-            return self._share(self._expected_folded(folding, engine))
+            return self._share(self.expected_folded(folding, engine))
         plan = self._builder.build(strategy)
         if _is_refused(plan) or self._lacking_on_hosts(plan):
             return inf
@@ -318,8 +318,8 @@ class Simulator:
             return expected
         return expected_peaks(peaks, memory_use(plan, self.optimizer_states))
 
-    def _expected_folded(self, folding: Folding, engine: Engine) -> Sequence[int]:
-        """The same on each device of the cluster, from two copies that an engine holds or proposes."""
+    def expected_folded(self, folding: Folding, engine: Engine) -> Sequence[int]:
+        """What is expected on each device of the cluster at its peak, from two copies that an engine holds or proposes."""
         return folding.for_all(self._expected(folding.with_an_idle_device(folding.plan), engine, folding.topology))
 
     def _lacking_on_hosts(self, plan: Plan) -> int:
