@@ -10,12 +10,8 @@ from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
 from soap.plan.plan import Plan, ShardSync
 from soap.simulator.lowering import PlanBuilder, build_plan, lower
-from soap.simulator.memory.as_run import as_run
 from soap.simulator.memory.held_parameters import Held, HeldParameters, held_for_syncs
-from soap.simulator.memory.ledger import Ledger
 from soap.simulator.memory.plan_arrays import region_number
-from soap.simulator.memory.residency import _Values
-from soap.simulator.memory.task_spans import TaskSpans
 from soap.simulator.reference import simulate
 from soap.strategy.classical import data_parallel
 from soap.strategy.config import Strategy
@@ -23,6 +19,10 @@ from soap.strategy.sync import SHARDED
 from tests.extent import FEW
 from tests.simulator.examples import PointCosts, chain, pairwise_cluster
 from tests.simulator.memory_rows import Rows, arrays_and_spans, new_ledger, rows_of
+from tests.simulator.reference_memory.as_run import as_run
+from tests.simulator.reference_memory.ledger import Ledger
+from tests.simulator.reference_memory.residency import _Values
+from tests.simulator.reference_memory.task_spans import TaskSpans
 from tests.strategies import cases
 
 

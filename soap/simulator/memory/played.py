@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from soap.simulator.tasks import TaskKind
+from soap.plan.plan import Part, Plan
+from soap.simulator.tasks import Schedule, TaskGraph, TaskKind, times_of
 
 Longs = NDArray[np.int64]
 
@@ -52,3 +54,70 @@ class Played(NamedTuple):
     summed: Longs
     summed_back: Longs
     named: Mapping[str, tuple[int, int]]
+
+
+PASSES = {"forward": TaskKind.FORWARD, "backward": TaskKind.BACKWARD, "weights": TaskKind.WEIGHTS, "again": TaskKind.RECOMPUTE}
+"""Fields of ``Played`` that are passes of tiles."""
+NAMED = (TaskKind.SYNC, TaskKind.COMPRESS, TaskKind.UPDATE)
+"""Kinds of tasks of synchronizations and updates."""
+
+
+def played_of(tasks: TaskGraph, schedule: Schedule) -> Played:
+    """Tasks that were played with this outcome."""
+    plan, todo, own = tasks.plan, tasks.tasks, tasks.places
+    kind = np.array([KINDS[task.kind] for task in todo], np.int64)
+    tile = np.array([NONE if task.tile is None else task.tile for task in todo], np.int64)
+    tiles, sums, parts = len(plan.tiles), range(len(plan.reductions)), _first_parts(plan)
+    passes = {}
+    for name, which in PASSES.items():
+        places = np.flatnonzero((kind == KINDS[which]) & (tile != NONE))
+        passes[name] = np.full(tiles, NONE, np.int64)
+        passes[name][tile[places]] = places
+    copies = {"need": own.need, "away": own.away, "back": own.back}
+    named: dict[str, tuple[int, int]] = {}
+    for place in np.flatnonzero(np.isin(kind, [KINDS[which] for which in NAMED])).tolist():
+        name = todo[place].name
+        named[name] = named.get(name, (place,))[0], place
+    return Played(
+        kind,
+        tile,
+        schedule.start_ns,
+        schedule.end_ns,
+        *times_of(tasks),
+        _ranks([task.id for task in todo]),
+        *_rows([task.predecessors for task in todo]),
+        *_rows([task.resources for task in todo]),
+        **passes,
+        **{name: _by_number(places, range(tiles)) for name, places in copies.items()},
+        brought=_by_number(own.brought, parts),
+        returned=_by_number(own.returned, parts),
+        summed=_by_number(own.summed, sums),
+        summed_back=_by_number(own.summed_back, sums),
+        named=named,
+    )
+
+
+def _first_parts(plan: Plan) -> list[Part]:
+    """By carrier of ``PlanArrays``, the first part that it brings."""
+    messages, exchanges, found = iter(plan.messages), iter(plan.exchanges), list[Part]()
+    for own in plan.deliveries:
+        found += (carrier.parts[0] for carrier in islice(messages, len(own.messages)))
+        found += (carrier.parts[0] for carrier in islice(exchanges, len(own.exchanges)))
+    return found
+
+
+def _by_number(places: Mapping[Any, int], keys: Sequence[Any]) -> Longs:
+    """The tasks of these, or NONE."""
+    return np.array([places.get(key, NONE) for key in keys] if places else [NONE] * len(keys), np.int64)
+
+
+def _rows(rows: Sequence[Sequence[int]]) -> tuple[Longs, Longs]:
+    """Where each row begins, and all rows joined."""
+    return np.cumsum([0, *map(len, rows)]), np.array([item for row in rows for item in row], np.int64)
+
+
+def _ranks(ids: Sequence[tuple[int, ...]]) -> Longs:
+    """The place of each id among all."""
+    ranks = np.empty(len(ids), np.int64)
+    ranks[sorted(range(len(ids)), key=lambda place: (ids[place], place))] = np.arange(len(ids))
+    return ranks

@@ -12,6 +12,7 @@ from soap.plan.planning import build_plan
 from soap.simulator.drawn_times import reference_times_ns, replayed_times_ns
 from soap.simulator.draws import DrawnTasks, Draws
 from soap.simulator.lowering import lower
+from soap.simulator.memory.played import played_of
 from soap.simulator.reference import simulate
 from soap.simulator.replay import Replay
 from soap.simulator.simulate import Simulator
@@ -26,11 +27,12 @@ from tests.strategies import GPU, cases, cluster
 
 
 def check(tasks: TaskGraph) -> None:
-    expected, replay, first = simulate(tasks), Replay(tasks), tasks.topology.device_count
+    expected = simulate(tasks)
+    replay = Replay(played_of(tasks, expected), tasks.topology)
     for _ in range(2):  # nothing of the first time stays
         assert replay.makespan_ns(times_of(tasks)) == expected.makespan_ns
-        assert np.array_equal(replay.trial.start[first:], expected.start_ns)
-        assert np.array_equal(replay.trial.end[first:], expected.end_ns)
+        start, end = replay.play(times_of(tasks))
+        assert np.array_equal(start, expected.start_ns) and np.array_equal(end, expected.end_ns)
 
 
 @settings(MANY, suppress_health_check=list(HealthCheck))
