@@ -195,15 +195,17 @@ def _crowded(moving: Longs, limit: int) -> Longs:
 def _pushed_out(places: Iterable[int], moving: Iterable[tuple[int, int, int, int]], limit: int) -> Iterator[tuple[int, int]]:
     """(place, when) of the moves that later ones push out."""
     queue: deque[tuple[int, int, int]] = deque()
-    under_way, before = 0, -1
+    under_way, before, soonest = 0, -1, 0  # no answer comes before the soonest one
     for place, (device, start, answer, size) in zip(places, moving, strict=True):
         if device != before:
             queue.clear()
-            under_way, before = 0, device
-        for other in [other for other in queue if other[1] <= start]:
-            queue.remove(other)
-            under_way -= other[2]
+            under_way, before, soonest = 0, device, answer
+        if soonest <= start:
+            queue = deque([other for other in queue if other[1] > start])
+            under_way = sum(other[2] for other in queue)
+            soonest = min((other[1] for other in queue), default=answer)
         queue.append((place, answer, size))
+        soonest = min(soonest, answer)
         under_way += size
         while len(queue) > limit or (len(queue) > 1 and under_way > SENT_BYTES):
             oldest, _, freed = queue.popleft()
