@@ -7,7 +7,7 @@ tensors. So both have the same tiles, transfers, reductions and shards, under th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -235,8 +235,8 @@ class Plan:
     training: PlannedTraining = PLAIN
     order: PassOrder | None = None
     own_samples: bool = False  # see ``Topology``
-    deliveries: tuple[Delivery, ...] = ()
-    kept: tuple[KeptParameter, ...] = ()
+    deliveries: tuple[Delivery, ...] = field(default=(), compare=False)
+    kept: tuple[KeptParameter, ...] = field(default=(), compare=False)
 
     @cached_property
     def recomputed_operators(self) -> frozenset[int]:

@@ -131,16 +131,16 @@ class ArrayLedger:
         lies = least(stays[0], stays[1], count, 0)
         end = _until_free(np.stack([device, start, answer, size]), np.lexsort((lies, made, copied, held, size, answer, start, device)))
         later = end > start
-        own = (one[later] for one in (device, start, end, held))
-        self.hold(*own, MemoryKind.BUFFERS, early=copied[later] == 1, late=True, made=made[later] == 1)
+        own, flags = (device[later], start[later], end[later], held[later]), {"early": copied[later] == 1, "made": made[later] == 1}
+        self.hold(*own, MemoryKind.BUFFERS, late=True, **flags)
         send, of, since, whole, copy_bytes = stays
         self.hold(device[send], start[send], np.minimum(end[send], since), copy_bytes, MemoryKind.BUFFERS, early=True)
         keys = of * len(self.is_accelerator) + device[send]
         _, first, lying = np.unique(keys, return_index=True, return_inverse=True)
         gone = most(lying, end[send], len(first), 0)
         still = gone > since[first]
-        held_there = (one[still] for one in (device[send][first], since[first], gone, whole[first]))
-        self.hold(*held_there, MemoryKind.BUFFERS, late=True)
+        first, gone = first[still], gone[still]
+        self.hold(device[send][first], since[first], gone, whole[first], MemoryKind.BUFFERS, late=True)
 
     def _let_go_of_received(self, rows: list[Longs], limit: int | None) -> None:
         """What devices receive, and the sums that they make of that: one after the other, the oldest first. Where few may be under way they
@@ -188,21 +188,24 @@ def _crowded(moving: Longs, limit: int) -> Longs:
     by_answer = np.argsort(answers)
     answered = np.searchsorted(answers[by_answer], device * scale + start, side="right")
     under_way = np.cumsum(size) - np.append(0, np.cumsum(size[by_answer]))[answered]
-    return np.unique(device[(begun - answered > limit) | ((begun - answered > 1) & (under_way > SENT_BYTES))])
+    crowded: Longs = np.unique(device[(begun - answered > limit) | ((begun - answered > 1) & (under_way > SENT_BYTES))])
+    return crowded
 
 
 def _pushed_out(places: Iterable[int], moving: Iterable[tuple[int, int, int, int]], limit: int) -> Iterator[tuple[int, int]]:
     """(place, when) of the moves that later ones push out."""
     queue: deque[tuple[int, int, int]] = deque()
-    under_way, before = 0, -1
+    under_way, before, soonest = 0, -1, 0  # no answer comes before the soonest one
     for place, (device, start, answer, size) in zip(places, moving, strict=True):
         if device != before:
             queue.clear()
-            under_way, before = 0, device
-        for other in [other for other in queue if other[1] <= start]:
-            queue.remove(other)
-            under_way -= other[2]
+            under_way, before, soonest = 0, device, answer
+        if soonest <= start:
+            queue = deque([other for other in queue if other[1] > start])
+            under_way = sum(other[2] for other in queue)
+            soonest = min((other[1] for other in queue), default=answer)
         queue.append((place, answer, size))
+        soonest = min(soonest, answer)
         under_way += size
         while len(queue) > limit or (len(queue) > 1 and under_way > SENT_BYTES):
             oldest, _, freed = queue.popleft()
