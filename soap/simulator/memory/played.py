@@ -76,7 +76,7 @@ def played_of(tasks: TaskGraph, schedule: Schedule) -> Played:
     for place in np.flatnonzero(np.isin(kind, [KINDS[which] for which in NAMED])).tolist():
         name = todo[place].name
         named[name] = named.get(name, (place,))[0], place
-    return Played(
+    fields: list[Any] = [
         kind,
         tile,
         schedule.start_ns,
@@ -90,7 +90,8 @@ def played_of(tasks: TaskGraph, schedule: Schedule) -> Played:
         *(_by_number(places, parts) for places in (own.brought, own.returned)),
         *(_by_number(places, sums) for places in (own.summed, own.summed_back)),
         named,
-    )
+    ]
+    return Played(*fields)
 
 
 def _first_parts(plan: Plan) -> list[Part]:

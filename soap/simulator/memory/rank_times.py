@@ -165,7 +165,8 @@ class _Passes:
         needed, within = need // 2, need % 2 == 1  # see ``_needs``
         again = self._played.kind[task] == RECOMPUTE
         holds: Bools = np.where(turn == NONE, within | ~again, np.where(within, turn <= needed, turn < needed))
-        return holds | (need == NO_NEED)
+        free: Bools = need == NO_NEED
+        return holds | free
 
     def _needs(self) -> Longs:
         """By task, twice the turn of the first pass that waits for it, if it may be late; one more if it may come while that turn's passes
