@@ -9,20 +9,25 @@ import pytest
 from soap import api
 from soap.api import large
 from soap.cli import simulate
+from soap.simulator.folded import FoldedSimulation
 from soap.strategy.named import named
 from tests.graph_builder import transformer
 
 NAME = "megatron:2x2+microbatches:2"
 
 
-def test_time_is_that_of_all_tasks_and_memory_no_less(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("sharing", ["", "+zero1", "+fsdp"])
+def test_time_is_that_of_all_tasks_and_memory_no_less(monkeypatch: pytest.MonkeyPatch, sharing: str) -> None:
     graph, topology = transformer(batch=12), api.load_cluster("h100-6x2")
-    simulator, strategy = api.simulator_for(graph, topology, costs="estimate"), named(NAME, graph, topology)
+    simulator = api.simulator_for(graph, topology, costs="estimate")
+    strategy = named(f"megatron:2x2{sharing}+microbatches:2", graph, topology)
     assert large.large_prediction(simulator, strategy) is None  # it is small
     monkeypatch.setattr(large, "is_planned", lambda own: False)
-    found, whole = large.large_prediction(simulator, strategy), simulator.run(strategy)
-    assert found is not None and found.copies == 3
-    assert found.makespan_ns == whole.makespan_ns
+    found, folded = large.large_prediction(simulator, strategy), simulator.run_folded(strategy, nearly=True)
+    whole = simulator.run(strategy)
+    assert found is not None and found.copies == 3 and isinstance(folded, FoldedSimulation)
+    assert found.makespan_ns == folded.makespan_ns >= whole.makespan_ns
+    assert not folded.folding.exact or folded.makespan_ns == whole.makespan_ns
     in_any_order = max(use.total for use in whole.memory)
     assert max(whole.peak_bytes) <= found.peak_bytes <= 1.1 * in_any_order  # the compiled bound is looser by little
 

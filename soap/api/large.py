@@ -23,15 +23,17 @@ class LargePrediction:
 
 
 def large_prediction(simulator: Simulator, strategy: Strategy) -> LargePrediction | None:
-    """The time and the memory of a plan by compiled code; None if it has few tiles, is not made of equal copies, or has parameters that
-    readers own in parts."""
-    folding = "" if is_planned(strategy) else simulator.folding(strategy)
-    if isinstance(folding, str) or folding.has_parts or is_planned(folding.copies.strategy):
+    """The time and the memory of a plan by compiled code; None if it has few tiles, or is not made of equal
+    copies."""
+    folding = "" if is_planned(strategy) else simulator.folding(strategy, nearly=True)
+    if isinstance(folding, str) or is_planned(folding.copies.strategy):
         return None
     from soap.simulator.folded_bound import folded_engine, most_bytes  # numba
+    from soap.simulator.memory.bound import MemoryBound
 
     engine = folded_engine(folding, simulator.costs)
-    makespan_ns, most = engine.play(), most_bytes(folding, engine, simulator.optimizer_states)
+    engine.load(folding.copies.strategy)
+    makespan_ns, most = engine.play(), most_bytes(folding, MemoryBound(engine, engine.topology.memory_limits, simulator.optimizer_states))
     limits = np.array(simulator.topology.memory_limits)[folding.copies.images]
     limits[1] = limits[1:].min(axis=0)  # copy 1 stands for all the others
     fullest = int(np.argmax(most / limits[:2]))

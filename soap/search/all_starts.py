@@ -25,7 +25,7 @@ from soap.search.shares import shifted
 from soap.search.sharing import shared_starts
 from soap.search.space import Space
 from soap.search.starts import BASELINE, INITIAL, Start, check_start, different, reference_strategies, starting_strategies
-from soap.search.to_fit import judge_of
+from soap.search.to_fit import lacking_by
 from soap.strategy.config import Strategy
 from soap.strategy.named import (
     OFFLOAD,
@@ -176,7 +176,7 @@ def _pipelines_that_save(
         return space
     if options.recompute is not False:
         space, name = with_recomputation(space), f"{PIPELINE}, recompute"
-        made = recompute_to_fit(graph, topology, base, cast(Able, evaluator).engine_costs, judge_of(evaluator))
+        made = recompute_to_fit(graph, topology, base, cast(Able, evaluator).engine_costs, lacking_by(evaluator))
         if is_legal(space, topology, made.strategy):
             recorder.budgeted = {**recorder.budgeted, name: made}
             evaluate(name, made.strategy)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
-from statistics import median
 from typing import NamedTuple, cast
 
 from soap.search.able import Able
@@ -20,11 +19,6 @@ from soap.strategy.recomputation import LIGHT
 
 MOST_BASES = 3
 """So many of the starts that do not fit, the fastest ones, are made to fit."""
-LEAST_OF_ESTIMATE = 0.7
-"""Exact peaks were 0.75 to 1.1 of estimates (``compiled.memory_estimate``): what has an estimate further above the limit hardly fits."""
-UNCLEAR = 0.1
-"""An estimate that is corrected by earlier answers is believed if it is further from the limit than this share of it."""
-
 
 class Step(NamedTuple):
     """A run gets this mark (``strategy.kept``): what that saves and costs beyond the step before it, on the device where it is most."""
@@ -56,72 +50,18 @@ class Budgeted:
         return self.added_ns / self.least_ns - 1 if self.least_ns else inf
 
 
-def hardly_fits(share: float | None) -> bool:
-    """Whether a strategy with this estimated share of the limit hardly fits. None: nothing is known."""
-    return share is not None and share * LEAST_OF_ESTIMATE > 1
-
-
-class Judge:
-    """Says whether strategies lack memory: by an estimate where that is clear, as an exact answer may take seconds. Of strategies that
-    differ in what they recompute or offload alone, exact peaks are nearly the same share of their estimates.
-
-    ``estimated_share``: the estimated peak by the limit of the device that is filled most; 0 or infinite where bounds decide, None if
-    nothing is known. ``peak_share``: the same exactly. ``ratios``: exact by estimated shares, as far as they are known. ``has_time``:
-    whether there is time for the exact answer; if not, the estimate counts.
-    """
-
-    def __init__(
-        self,
-        estimated_share: Callable[[Strategy], float | None],
-        peak_share: Callable[[Strategy], float],
-        ratios: list[float] | None = None,
-        has_time: Callable[[Strategy], bool] = lambda strategy: True,
-    ) -> None:
-        self._estimated_share, self._peak_share, self._has_time = estimated_share, peak_share, has_time
-        self._ratios = [] if ratios is None else ratios
-        self._last: tuple[Strategy, bool] | None = None
-
-    def lacks(self, strategy: Strategy) -> bool:
-        """Whether a strategy lacks memory, perhaps by an estimate."""
-        share = self._estimated_share(strategy)
-        if share is None:
-            return self.surely_lacks(strategy)
-        expected = share * median(self._ratios) if self._ratios else share
-        clear = abs(expected - 1) > UNCLEAR if self._ratios else hardly_fits(share)
-        if share in (0, inf) or clear or not self._has_time(strategy):
-            return expected > 1
-        return self.surely_lacks(strategy, share)
-
-    def surely_lacks(self, strategy: Strategy, share: float | None = None) -> bool:
-        """The exact answer, from which it learns if the estimated ``share`` is given; False if there is no time for it."""
-        if self._last is not None and self._last[0] is strategy:
-            return self._last[1]
-        if not self._has_time(strategy):
-            return False
-        exact = self._peak_share(strategy)
-        if share and inf not in (share, exact):
-            self._ratios.append(exact / share)
-        self._last = strategy, exact > 1
-        return exact > 1
-
-
-def judge_of(evaluator: Evaluator) -> Judge:
-    """A judge by what an evaluator says."""
+def lacking_by(evaluator: Evaluator) -> Callable[[Strategy], bool]:
+    """Whether a strategy lacks memory, as an evaluator says."""
     able = cast(Able, evaluator)
-
-    def estimated_share(strategy: Strategy) -> float | None:
-        evaluator.makespan_ns(strategy)  # then it knows the strategy
-        return able.estimated_share(strategy)
-
-    return Judge(estimated_share, able.peak_share)
+    return lambda strategy: able.peak_share(strategy) > 1
 
 
 def fewest(
-    steps: Iterable[Step], of_runs: int, made: Callable[[Mapping[int, int]], Strategy], judge: Judge
+    steps: Iterable[Step], of_runs: int, made: Callable[[Mapping[int, int]], Strategy], lacks: Callable[[Strategy], bool]
 ) -> Budgeted:
     """As few steps as it takes to fit: first what saves most bytes for its time, the earliest among equals, because those hold theirs the
-    longest. All of them if that is not enough. ``made``: the strategy in which runs have these marks. ``judge``: asked about log2(number of
-    steps) times; that what is found fits is always known exactly."""
+    longest. All of them if that is not enough. ``made``: the strategy in which runs have these marks. ``lacks``: whether a strategy lacks
+    memory; asked about log2(number of steps) times."""
     order = sorted(steps, key=lambda step: (-step.saved_bytes / max(1, step.added_ns), step.run, step.mark))
 
     def first(count: int) -> dict[int, int]:
@@ -131,25 +71,21 @@ def fewest(
     while high - low > 1:
         middle = (low + high) // 2
         strategies[middle] = made(first(middle))
-        low, high = (middle, high) if judge.lacks(strategies[middle]) else (low, middle)
-        if high - low == 1 and high < len(order) and judge.surely_lacks(strategies[high]):
-            low, high = high, len(order)
+        low, high = (middle, high) if lacks(strategies[middle]) else (low, middle)
     added_ns, marks = [step.added_ns for step in order], first(high)
     selective = sum(mark == LIGHT for mark in marks.values())
     return Budgeted(made(marks), len(marks), selective, of_runs, sum(added_ns[:high]), sum(added_ns[: max(0, high - 1)]))
 
 
 def bases_of(starts: Sequence[Start], evaluator: Evaluator, all_of: Callable[[Strategy], Strategy]) -> Iterator[Start]:
-    """The fastest ``MOST_BASES`` starts that do not fit, are faster than all that do, and may fit with all of their runs changed
-    (``all_of``): what lacks memory even then, certainly or by an estimate, is no base. One alone if they are large."""
+    """The fastest ``MOST_BASES`` starts that do not fit, are faster than all that do, and fit with all of their runs changed
+    (``all_of``). One alone if they are large."""
     able, count = cast(Able, evaluator), 0
     best_ns = min((start.cost_ns for start in starts if start.fits), default=inf)
     lacking = [start for start in starts if not start.fits and start.cost_ns < best_ns]
     for start in sorted(lacking, key=lambda start: start.cost_ns):
         whole = all_of(start.strategy)
-        evaluator.makespan_ns(whole)  # then the bound knows the strategy
-        share = able.estimated_share(whole)
-        if able.least_overflow_bytes(whole) == 0 and not hardly_fits(share) and (share is not None or able.peak_share(whole) <= 1):
+        if able.peak_share(whole) <= 1:
             yield start
             count += 1
         if count == (1 if is_large(start.strategy) else MOST_BASES):

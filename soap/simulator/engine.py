@@ -27,13 +27,14 @@ from soap.simulator.compiled.graph_arrays import Ints
 from soap.simulator.compiled.handles import handle
 from soap.simulator.compiled.history import complete, make_history, retrace
 from soap.simulator.compiled.pass_order import pass_tables, repeated
-from soap.simulator.compiled.played import PlayedTask, PlayedTasks, all_tasks, each_task
+from soap.simulator.compiled.played import PlayedTask, PlayedTasks, TakenTasks, all_tasks, each_task, held_resources
 from soap.simulator.compiled.rebuild import Held, lower_all
 from soap.simulator.compiled.scratch import FULL, make_scratch
 from soap.simulator.compiled.state import ARENA, SLOTS, State, make_state
 from soap.simulator.compiled.task_keys import STATE_FULL
-from soap.simulator.compiled.trial import Trial, make_trial
+from soap.simulator.compiled.trial import TAKEN, Trial, make_trial
 from soap.simulator.compiled.variants import Variants
+from soap.simulator.compiled.waits import Waits, note_waits
 from soap.simulator.compiled.world import World
 from soap.simulator.costs import CostModel
 from soap.simulator.draws import Draws
@@ -355,6 +356,18 @@ class Engine:
         """The simulation of the proposal, which must have had no bound."""
         complete(self._trial, self._other)
         return all_tasks(self.state, self.other)
+
+    def taken(self) -> TakenTasks:
+        """The tasks of ``last_trial``, with what they wait for. A proposal that was stopped at its bound has none: reject it first."""
+        handle_of, trial = self.last_trial(), self.trial if self._proposed_ns is None else self.other
+        slots = trial.order[: trial.size[TAKEN]]
+        place = np.full(len(trial.order), -1, np.int32)
+        place[slots] = np.arange(len(slots))
+        begins = np.concatenate(([0], np.cumsum(self.state.waits[slots], dtype=np.int64)))
+        waits = Waits(place, begins[:-1].copy(), np.zeros(begins[-1], np.int64))
+        note_waits(self._parts["graph"], self._parts["state"], self._parts["groups"], handle_of, handle(waits))
+        held = held_resources(self.state, slots, self._tables.groups().static)
+        return TakenTasks(slots, trial.start[slots], trial.end[slots], begins, waits.waits, *held)
 
     def tasks(self) -> Iterator[PlayedTask]:
         """All tasks of the last simulation, in the order in which the simulation took them."""

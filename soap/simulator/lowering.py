@@ -17,7 +17,7 @@ its own tiles (except that tiles that wait for no other run right before their f
   end.
 
 The runtime joins consecutive tiles between which nothing arrives or leaves (``program``), and then waits for all gradients that the joined
-tiles need. The simulator takes tile by tile; predicted memory is that of joined ones (``memory.as_run``).
+tiles need. The simulator takes tile by tile; predicted memory is that of joined ones (``memory.rank_times``).
 
 With micro-batches each device runs its passes one after the other in a given order (``Plan.order``): each waits for the one before. If the
 order has backward passes in two (``strategy.division``), weight gradients wait for input gradients, and what keeps parameters in step for
@@ -102,9 +102,9 @@ class _Lowering:
     """The state of one lowering.
 
     ``_forward``, ``backward_tasks``, ``weights_tasks``: tile -> its task. ``_reduced``: reduction -> the tasks that its sum is ready after.
-    ``_brought``: part -> the task that brings it. ``_returned``: first part of a carrier -> the task of its gradients. ``_sums``: reduction ->
-    its task; that of the gradients. ``_arrivals``: tile -> the tasks that bring what it reads; ``_arrivals_back``: to its
-    backward pass, of parameters. ``_gradients``: holding -> the tasks that make or bring parts of its gradient; empty if it gets none.
+    ``_brought``: part -> the task that brings it. ``_returned``: first part of a carrier -> the task of its gradients. ``_sums``: reduction
+    -> its task, and that of its gradients. ``_arrivals``: tile -> the tasks that bring what it reads; ``_arrivals_back``: to its backward
+    pass, of parameters. ``_gradients``: holding -> the tasks that make or bring parts of its gradient; empty if it gets none.
     """
 
     def __init__(self, plan: Plan, costs: CostModel, tasks: TaskList) -> None:

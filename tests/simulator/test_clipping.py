@@ -161,5 +161,4 @@ def test_searches_are_told_that_a_refused_plan_fits_nowhere() -> None:
             for strategy, expected in ((usual, 0), (allowed, 0), (mixed, lacking)):
                 evaluator.makespan_ns(strategy)
                 assert evaluator.overflow_bytes(strategy) == expected
-                assert evaluator.bounds_overflow_bytes(strategy) == expected
     assert not sums_norm(PlanBuilder(graph, FOUR, CLIPS).build(mixed))

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from soap.plan.memory_kinds import MemoryKind
-from soap.simulator.memory.leaving import LeftSums
-from soap.simulator.memory.ledger import Ledger
 from soap.simulator.tasks import Schedule, TaskKind
+from tests.simulator.reference_memory.leaving import LeftSums
+from tests.simulator.reference_memory.ledger import Ledger
 
 PARTS, CELL = 10, 3
 
@@ -50,7 +50,7 @@ def graph(reads: bool) -> tuple[Any, Any, Any]:
 def test_a_sum_is_kept_until_its_device_looks_after_something_has_followed_from_it(
     looks: tuple[int, ...], over: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("soap.simulator.memory.leaving._looks", lambda spans: [list(looks), []])
+    monkeypatch.setattr("tests.simulator.reference_memory.leaving._looks", lambda spans: [list(looks), []])
     tasks, schedule, _ = graph(reads=True)
     spans: Any = None
     assert LeftSums(tasks, schedule, spans, [(0, 0)]).over(0, 0, 100) == over

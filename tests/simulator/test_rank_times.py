@@ -11,21 +11,21 @@ from soap.model.graph import OperatorGraph
 from soap.plan.planning import build_plan
 from soap.plan.running.run_order import RunOrder
 from soap.simulator.lowering import lower
-from soap.simulator.memory.as_run import as_run
 from soap.simulator.memory.played import NAMED, Played, played_of
 from soap.simulator.memory.rank_order import RankOrder
 from soap.simulator.memory.rank_times import as_ranks_run
 from soap.simulator.memory.spans import Spans, spans_of
-from soap.simulator.memory.task_spans import TaskSpans
 from soap.simulator.reference import simulate
+from soap.simulator.replay import replayed
 from soap.simulator.simulate import Simulator
 from soap.simulator.tasks import TaskGraph
 from soap.strategy.config import Strategy
 from soap.strategy.named import named
-from tests.extent import MANY
 from tests.graph_builder import transformer
 from tests.simulator.examples import LaunchedCosts
 from tests.simulator.memory_rows import arrays_and_spans
+from tests.simulator.reference_memory.as_run import as_run
+from tests.simulator.reference_memory.task_spans import TaskSpans
 from tests.strategies import GPU, cases, cluster
 
 
@@ -34,6 +34,8 @@ def check(tasks: TaskGraph) -> bool:
     schedule = simulate(tasks)
     run, played, plan = as_run(tasks, schedule), played_of(tasks, schedule), tasks.plan
     arrays, expected = arrays_and_spans(TaskSpans(tasks, run))
+    for own, given_ns in zip(replayed(played, tasks.topology), (schedule.start_ns, schedule.end_ns), strict=True):
+        assert np.array_equal(own, given_ns)
     ranks, order = as_ranks_run(played, plan, arrays, tasks.topology)
     check_order(order, run.order)
     assert np.array_equal(ranks.end, run.schedule.end_ns)
@@ -59,7 +61,7 @@ def check_order(found: RankOrder, expected: RunOrder) -> None:
         assert found.second_turns.tolist() == [[*own] for own in expected.second_turns]
 
 
-@settings(MANY, suppress_health_check=list(HealthCheck))
+@settings(suppress_health_check=list(HealthCheck))
 @given(cases(servers=True, ports=True))
 def test_random_cases(case: tuple[OperatorGraph, Topology, Strategy]) -> None:
     """With micro-batches, second runs, offloading, collectives, servers."""

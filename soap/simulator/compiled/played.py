@@ -40,6 +40,30 @@ def all_tasks(C: State, trial: Trial) -> PlayedTasks:
     return PlayedTasks(key, C.duration[taken], trial.start[taken], trial.end[taken], C.moved[taken])
 
 
+class TakenTasks(NamedTuple):
+    """The tasks of a simulation in the order in which they were taken. Each waits for those at the places
+    ``waits[waits_ptr[k]:waits_ptr[k + 1]]`` and holds the resources ``held[held_ptr[k]:held_ptr[k + 1]]``."""
+
+    slot: Ints
+    start_ns: Longs
+    end_ns: Longs
+    waits_ptr: Longs
+    waits: Longs
+    held_ptr: Longs
+    held: Longs
+
+
+def held_resources(C: State, slots: Ints, static: Ints) -> tuple[Longs, Longs]:
+    """``TakenTasks.held_ptr`` and ``held``. ``static``: as in ``Groups``."""
+    first, count = C.resource[slots], C.resource_n[slots]
+    begins = np.concatenate(([0], np.cumsum(count, dtype=np.int64)))
+    at = np.arange(begins[-1]) + np.repeat(np.where(first < 0, -1 - first, first) - begins[:-1], count)
+    own = np.repeat(first < 0, count)
+    held = np.empty(begins[-1], np.int64)
+    held[own], held[~own] = C.arena[at[own]], static[at[~own]]
+    return begins, held
+
+
 def each_task(C: State, T: Trial, static: Ints) -> Iterator[PlayedTask]:
     """The tasks of a simulation, one by one, with the resources that they hold. ``static``: as in ``Groups``."""
     for slot in T.order[: T.size[TAKEN]].tolist():

@@ -1,4 +1,4 @@
-"""Until when tiles need what they read, and when gradients are wanted and taken: what several parts of the memory of an iteration ask for."""
+"""Until when tiles need what they read, and when gradients are wanted and taken: several parts of an iteration's memory ask for that."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ class Derived(NamedTuple):
     tile needs its region of the operand, ``used``: of what its segment makes by itself. By holding: ``wanted_start``: when its gradient is
     added up, ``wanted_end``: until when it is held. By fetch: ``taken``: when the last part of its gradient has been taken. By row of
     ``SumDevices``: ``sum_begun``: when the first segment of the tiles there begins to go back, ``sum_last``: the last end of these tiles,
-    both NEVER if none goes back. ``member_row``: for each of ``Sums.member`` the row of ``SumDevices`` of its device.
+    both NEVER if none goes back. ``member_row``, ``holding_row``: for each of ``Sums.member`` and each holding of a sum the row of
+    ``SumDevices`` of its device; -1 for other holdings.
     """
 
     goes_back: Bools
@@ -39,6 +40,7 @@ class Derived(NamedTuple):
     wanted_end: Longs
     taken: Longs
     member_row: Longs
+    holding_row: Longs
     sum_begun: Longs
     sum_last: Longs
 
@@ -54,35 +56,39 @@ def derived(arrays: PlanArrays, spans: Spans) -> Derived:
     waits = (spans.weights_start[tile] != NEVER) & arrays.fetches.gradient[arrays.readers.fetch]
     needed = np.where(waits, last[tile], np.where(keeps, left[tile], run_end[tile]))
     used = np.where(keeps, left[tile], work_end[tile])
-    member_row, begun, ended = _of_sums(arrays, spans, goes_back, last)
-    wanted = _wanted(arrays, spans, goes_back, last, begun, ended)
+    rows = _rows_of_sums(arrays)
+    begun, ended = _of_sums(arrays, spans, goes_back, last, rows[0])
+    wanted = _wanted(arrays, spans, goes_back, last, rows[1], begun, ended)
     taken = _taken(arrays, spans, wanted[0])
-    return Derived(goes_back, again, run_end, work_end, last, left, needed, used, *wanted, taken, member_row, begun, ended)
+    return Derived(goes_back, again, run_end, work_end, last, left, needed, used, *wanted, taken, *rows, begun, ended)
 
 
-def sum_rows(arrays: PlanArrays, sums: Longs, devices: Longs) -> Longs:
-    """The rows of ``SumDevices`` of these sums on these devices."""
-    own = arrays.sum_devices
-    most_devices = max(int(own.device.max(initial=0)), int(devices.max(initial=0))) + 1
-    return np.searchsorted(own.sum * most_devices + own.device, sums * most_devices + devices)
+def _rows_of_sums(arrays: PlanArrays) -> tuple[Longs, Longs]:
+    """``member_row`` and ``holding_row``."""
+    own, held, tiles = arrays.sum_devices, arrays.holdings, arrays.tiles
+    size = int(max(own.device.max(initial=0), tiles.device.max(initial=0))) + 1
+    keys, of_sum = own.sum * size + own.device, np.flatnonzero(held.sum >= 0)
+    holding_row = np.full(len(held.tile), -1)
+    holding_row[of_sum] = np.searchsorted(keys, held.sum[of_sum] * size + held.device[of_sum])
+    return np.searchsorted(keys, owners(arrays.sums.members) * size + tiles.device[arrays.sums.member]), holding_row
 
 
-def _of_sums(arrays: PlanArrays, spans: Spans, goes_back: Bools, last: Longs) -> tuple[Longs, Longs, Longs]:
-    members, size = arrays.sums.member, len(arrays.sum_devices.sum)
-    row = sum_rows(arrays, owners(arrays.sums.members), arrays.tiles.device[members])
-    back = goes_back[members]
-    own, kept = members[back], row[back]
-    return row, least(kept, spans.begun[own], size, NEVER), most(kept, last[own], size, NEVER)
+def _of_sums(arrays: PlanArrays, spans: Spans, goes_back: Bools, last: Longs, member_row: Longs) -> tuple[Longs, Longs]:
+    """``sum_begun`` and ``sum_last``."""
+    back, size = goes_back[arrays.sums.member], len(arrays.sum_devices.sum)
+    tile, row = arrays.sums.member[back], member_row[back]
+    return least(row, spans.begun[tile], size, NEVER), most(row, last[tile], size, NEVER)
 
 
-def _wanted(arrays: PlanArrays, spans: Spans, goes_back: Bools, last: Longs, begun: Longs, ended: Longs) -> tuple[Longs, Longs]:
+def _wanted(
+    arrays: PlanArrays, spans: Spans, goes_back: Bools, last: Longs, holding_row: Longs, begun: Longs, ended: Longs
+) -> tuple[Longs, Longs]:
     """(when holdings' gradients are added up, until when they are held)."""
     held = arrays.holdings
     start = np.where(goes_back[held.tile], spans.begun[held.tile], spans.end)
     end = np.where(goes_back[held.tile], last[held.tile], spans.end)
     own = np.flatnonzero(held.sum >= 0)
-    row = sum_rows(arrays, held.sum[own], held.device[own])
-    back = spans.summed_back_start[held.sum[own]]
+    row, back = holding_row[own], spans.summed_back_start[held.sum[own]]
     start[own] = np.where(back != NEVER, back, np.where(begun[row] == NEVER, spans.end, begun[row]))
     end[own] = np.where(back != NEVER, back, np.where(ended[row] == NEVER, spans.end, ended[row]))
     return start, end

@@ -43,3 +43,28 @@ def distinct(keys: Longs) -> Longs:
     """All keys once, ascending. Fast where they nearly are."""
     found = np.sort(keys, kind="stable")
     return found[np.append(True, found[1:] != found[:-1])] if len(found) else found
+
+
+def total(keys: Longs, values: Any, size: int) -> Longs:
+    """[size]: the sum of the values with this key."""
+    found = np.zeros(size, np.int64)
+    np.add.at(found, keys, np.broadcast_to(values, keys.shape))
+    return found
+
+
+def any_of(keys: Longs, size: int) -> NDArray[np.bool_]:
+    """[size]: whether a key is there."""
+    found = np.zeros(size, np.bool_)
+    found[keys] = True
+    return found
+
+
+def number_groups(*columns: Longs) -> tuple[Longs, Longs]:
+    """(number of each row's group, first row of each group). Rows with equal values in all columns are a group; groups are numbered in the
+    order of these values, of the first column first."""
+    order = np.lexsort(columns[::-1])
+    new = np.ones(len(order), np.bool_)
+    new[1:] = np.any([np.diff(column[order]) for column in columns], axis=0)
+    numbers = np.empty(len(order), np.int64)
+    numbers[order] = np.cumsum(new) - 1
+    return numbers, order[new]

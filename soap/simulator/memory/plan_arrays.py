@@ -107,10 +107,11 @@ class Fetches(NamedTuple):
 
 
 class Readers(NamedTuple):
-    """Tiles that read fetches. ``keeps``, ``in_rows``, ``spread``: of the operand, see ``footprint.Shares``."""
+    """Tiles that read fetches. ``operand``: its place. ``keeps``, ``in_rows``, ``spread``: of it, see ``footprint.Shares``."""
 
     fetch: Longs
     tile: Longs
+    operand: Longs
     keeps: Bools
     in_rows: Bools
     spread: Bools
@@ -343,7 +344,7 @@ class _Maker:
             for reader, tile, place in fetch.consumers:
                 shares = self._shares(self._others[reader].tiles[tile])
                 keeps = self._keeps(self._others[reader].tiles[tile], fetch.tensor)
-                self._rows["readers"].append((number, tile, keeps, place in shares.in_rows, place in shares.spread))
+                self._rows["readers"].append((number, tile, place, keeps, place in shares.in_rows, place in shares.spread))
                 operators.append(reader)
             for place, (box, holding) in enumerate(fetch.pieces):
                 held = holdings[holding]

@@ -25,8 +25,8 @@ class Played(NamedTuple):
     ``waits[waits_ptr[k]:waits_ptr[k + 1]]`` and holds the resources ``held[held_ptr[k]:held_ptr[k + 1]]`` (``tasks.Task.resources``).
 
     The tasks, or NONE: by tile ``forward``, ``backward``, ``weights``, ``again`` (second run), ``need``, ``away`` and ``back`` (copies
-    to its host and back); by carrier of ``PlanArrays`` ``brought`` and ``returned``; by reduction ``summed`` and ``summed_back``. ``named``: by
-    name of a synchronization's or an update's task, its first and its last chunk.
+    to its host and back); by carrier of ``PlanArrays`` ``brought`` and ``returned``; by reduction ``summed`` and ``summed_back``.
+    ``named``: by name of a synchronization's or an update's task, its first and its last chunk.
     """
 
     kind: Longs

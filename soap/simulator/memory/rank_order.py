@@ -23,8 +23,8 @@ Bools = NDArray[np.bool_]
 
 
 class Segments(NamedTuple):
-    """``number``: by tile, its segment. By segment, in the order in which they begin: ``first``, its first tile, and ``start``, the place of
-    that in the order of tiles."""
+    """``number``: by tile, its segment. By segment, in the order in which they begin: ``first``, its first tile, and ``start``, the place
+    of that tile in the order of all."""
 
     number: Longs
     first: Longs
@@ -32,8 +32,8 @@ class Segments(NamedTuple):
 
 
 class RankOrder(NamedTuple):
-    """``forward``: tiles in the order in which they run. ``active``: by tile, whether it has a backward pass. ``turns``: by segment, when it
-    runs backward. ``second_turns``: (turn, segment that runs forward a second time right before it), in their order. With micro-batches
+    """``forward``: tiles in the order in which they run. ``active``: by tile, whether it has a backward pass. ``turns``: by segment, when
+    it runs backward. ``second_turns``: (turn, segment that runs forward a second time right before it), in their order. With micro-batches
     ``Plan.order`` decides, and there are neither."""
 
     forward: Longs
@@ -137,7 +137,7 @@ class _Ordering:
     def _activity(self) -> _Active:
         """``find_activity``. A tile hands a gradient to the fetches that it reads, these to tiles or sums, and sums to their tiles: of each
         of these, all that may reach it comes before it, if they are taken in falling order of tiles."""
-        arrays, graph = self._arrays, self._plan.graph
+        arrays = self._arrays
         readers, pieces, held, members = arrays.readers, arrays.pieces, arrays.holdings, arrays.sums.member
         tiles, fetches, sums = len(arrays.tiles.device), len(arrays.fetches.device), len(arrays.sums.operator)
         whose, carried = owners(arrays.sums.members), arrays.fetches.gradient[pieces.fetch]

@@ -49,12 +49,12 @@ def as_ranks_run(played: Played, plan: Plan, arrays: PlanArrays, topology: Topol
     passes = _Passes(played, arrays, order) if plan.order is None else None
     if passes is None or passes.are_kept():
         return played, order
-    from soap.simulator.replay import Replay  # imports numba
+    from soap.simulator.replay import replayed  # imports numba
 
     waits = passes.waits()
     counts = np.bincount(waits.task, minlength=len(played.tile))
     played = played._replace(waits_ptr=np.append(0, np.cumsum(counts)), waits=waits.other)
-    start, end = Replay(played, topology).play(played)
+    start, end = replayed(played, topology)
     return played._replace(start=start, end=end), order
 
 

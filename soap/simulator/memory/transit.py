@@ -88,7 +88,7 @@ def until_free(sends: Iterable[Send], most: int | None = None) -> Iterator[tuple
     """
     queue: deque[Send] = deque()
     size, most = 0, SENT_TENSORS if most is None else most
-    for send in sorted(sends):
+    for send in sorted(sends, key=lambda own: (*own[:7], min((stay.of for stay in own.stays), default=0))):
         for other in [other for other in queue if other.answer_ns <= send.start_ns]:
             queue.remove(other)
             size -= other.size

@@ -14,6 +14,7 @@ from soap.simulator.costs import CostModel
 from soap.simulator.engine import Engine
 from soap.simulator.lowering import PlanBuilder, lower
 from soap.simulator.reference import simulate
+from soap.simulator.tasks import LIMITS
 from soap.strategy.config import FLOATING, Strategy, SyncConfig
 from soap.strategy.sync import SPARSE_ALL_GATHER, compressed, parameter_server
 from soap.strategy.sync_contracts import WITHIN
@@ -25,8 +26,8 @@ Played = tuple[int, int, frozenset[int], int, int]
 
 def task_key(*parts: int) -> tuple[int, int]:
     """The key that compiled code gives a task with this id, by the same function in Python."""
-    own: Any = task_keys.task_key
-    found: tuple[int, int] = own.py_func(*parts)
+    own: Any = task_keys.packed
+    found: tuple[int, int] = own.py_func(*parts, *[0] * (len(LIMITS) - len(parts)))
     return found
 
 

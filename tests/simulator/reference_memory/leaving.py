@@ -13,10 +13,10 @@ from soap.model.regions import Box, volume
 from soap.plan.delivery import box_bytes, partial_bytes
 from soap.plan.plan import Exchange, Part, Pattern, Plan, Reduction, local_pieces, reduce_name, remote_parts
 from soap.simulator.memory.footprint import shares_of
-from soap.simulator.memory.ledger import Ledger
-from soap.simulator.memory.task_spans import TaskSpans
 from soap.simulator.memory.transit import Stay, lands_in_place, lies_in_one_piece, packs_together, told_parts
 from soap.simulator.tasks import Schedule, TaskGraph
+from tests.simulator.reference_memory.ledger import Ledger
+from tests.simulator.reference_memory.task_spans import TaskSpans
 
 
 class Leaving:
@@ -142,8 +142,8 @@ class LeftSums:
     """Until when devices keep sums that they take part in but do not read. ``left``: (reduction, device) of these.
 
     Ranks never wait for such a sum (``Communicator.leave``), and others may come to it later than simulated. It is over for certain when a
-    device runs something that follows from it, over whatever other devices: who read the sum had it, so all had joined it. The device lets
-    go of it when it sends something from then on.
+    device runs something that follows from it, over whatever other devices: who read the sum had it, so all had joined it. What ranks do
+    not wait for, though the tasks do, proves nothing. The device lets go of it when it sends something from then on.
     """
 
     def __init__(self, tasks: TaskGraph, schedule: Schedule, spans: TaskSpans, left: Sequence[tuple[int, int]]) -> None:
@@ -170,7 +170,7 @@ def _followed(tasks: TaskGraph, schedule: Schedule, left: Sequence[tuple[int, in
     for place, task in enumerate(tasks.tasks if left else ()):
         own = 0
         for other in task.predecessors:
-            own |= behind[other]
+            own |= behind[other] if schedule.end_ns[other] <= schedule.start_ns[place] else 0
         behind.append(own | named.get(task.name, 0))
         if task.tile is not None and own & asked[plan.tiles[task.tile].device]:
             here, start = plan.tiles[task.tile].device, int(schedule.start_ns[place])

@@ -31,15 +31,16 @@ from soap.plan.syncs.amounts import COUNT_BYTES
 from soap.plan.syncs.bucketing import idle_shards, sums_of_one
 from soap.plan.syncs.seam import Hold, method_for
 from soap.simulator.memory import peaks
-from soap.simulator.memory.as_run import as_run
-from soap.simulator.memory.gradient_residency import GradientResidency, Sum
-from soap.simulator.memory.leaving import Leaving, LeftSums, sent_of_sum
-from soap.simulator.memory.ledger import Ledger, MemoryCurve
+from soap.simulator.memory.curves import MemoryCurve
 from soap.simulator.memory.parameters import assembled_regions, compact_parameters, host_copies, is_away, kept_shards, updating_bytes
 from soap.simulator.memory.peaks import MemoryUse
-from soap.simulator.memory.task_spans import Span, TaskSpans
 from soap.simulator.memory.transit import is_remote, received_apart
 from soap.simulator.tasks import Schedule, TaskGraph
+from tests.simulator.reference_memory.as_run import as_run
+from tests.simulator.reference_memory.gradient_residency import GradientResidency, Sum
+from tests.simulator.reference_memory.leaving import Leaving, LeftSums, sent_of_sum
+from tests.simulator.reference_memory.ledger import Ledger
+from tests.simulator.reference_memory.task_spans import Span, TaskSpans
 
 ALLOWANCE = 0.045
 """A device may hold this share more than simulated, because real tasks run at other times where no task depends on that: a library frees

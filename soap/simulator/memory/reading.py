@@ -1,0 +1,107 @@
+"""Until when values are held for their readers: until the last read, and until their gradients are needed."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from soap.plan.plan import Plan
+from soap.simulator.memory.derived import Derived
+from soap.simulator.memory.grouped import any_of, least, most, rows_of
+from soap.simulator.memory.plan_arrays import PlanArrays
+from soap.simulator.memory.spans import NEVER, Spans
+
+Longs = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+
+class ReadUntil(NamedTuple):
+    """By holding, in nanoseconds: until when it is held for its readers, NEVER if it has none; of a recomputed tile until when what its
+    first run has made is held (``first``), and what its second run makes (``second``)."""
+
+    first: Longs
+    second: Longs
+
+
+def read_until(plan: Plan, arrays: PlanArrays, spans: Spans, times: Derived) -> ReadUntil:
+    """``ReadUntil`` of all holdings."""
+    pieces, count = arrays.pieces, len(arrays.holdings.tile)
+    made_again = (arrays.holdings.sum < 0) & times.again[arrays.holdings.tile]
+    linked = made_again[pieces.holding] & ~arrays.fetches.remote[pieces.fetch] & ~spans.light[arrays.holdings.tile[pieces.holding]]
+    answered = _answered(arrays, spans, times)
+    dropped = _dropped(plan, arrays, spans, times)[pieces.holding]
+    over = np.maximum(_read(arrays, spans, times, linked), np.where(dropped, 0, answered))
+    first, second = most(pieces.holding, over, count, NEVER), np.zeros(count, np.int64)
+    if made_again.any():
+        own = made_again[pieces.holding]
+        second = most(pieces.holding[own], answered[own], count, 0)
+        second = np.maximum(second, _read_again(arrays, spans, times, np.flatnonzero(linked)))
+    return ReadUntil(first, second)
+
+
+def _read(arrays: PlanArrays, spans: Spans, times: Derived, linked: Bools) -> Longs:
+    """By piece: when its holding is read for the last time. It is sent, or put together with others for the first reader and kept so, or
+    read by tiles; those that run again read a ``linked`` piece once more as its tile's second run makes it."""
+    pieces, readers, size = arrays.pieces, arrays.readers, len(arrays.fetches.device)
+    ends, again = _ends(arrays, spans, times), times.again[readers.tile]
+    read = most(readers.fetch, ends, size, 0)[pieces.fetch]
+    if linked.any():
+        apart = most(readers.fetch, np.where(again, spans.forward_end[readers.tile], ends), size, 0)
+        read = np.where(linked, apart[pieces.fetch], read)
+    joined = least(readers.fetch, spans.forward_start[readers.tile], size, 0)
+    read = np.where(arrays.fetches.remote[pieces.fetch], joined[pieces.fetch], read)
+    return np.where(pieces.carrier >= 0, np.append(spans.brought_end, NEVER)[pieces.carrier], read)
+
+
+def _ends(arrays: PlanArrays, spans: Spans, times: Derived) -> Longs:
+    """By reader: until when it needs what its fetch is of; of several pieces it makes a region, and then needs that alone."""
+    tile = arrays.readers.tile
+    several = np.diff(arrays.fetches.pieces)[arrays.readers.fetch] > 1
+    read = np.where(spans.weights_start[tile] != NEVER, times.last[tile], times.run_end[tile])
+    return np.where(several, read, times.needed)
+
+
+def _read_again(arrays: PlanArrays, spans: Spans, times: Derived, linked: Longs) -> Longs:
+    """By holding: when second runs read for the last time what its tile's second run makes. ``linked``: the pieces of which they do."""
+    pieces, readers, held = arrays.pieces, arrays.readers, arrays.holdings
+    place, reader = rows_of(arrays.fetches.readers, pieces.fetch[linked])
+    again = times.again[readers.tile[reader]]
+    holding, reader = pieces.holding[linked[place[again]]], reader[again]
+    here = spans.segment[readers.tile[reader]] == spans.segment[held.tile[holding]]
+    over = np.where(here, times.used[reader], _ends(arrays, spans, times)[reader])
+    return most(holding, over, len(held.tile), 0)
+
+
+def _answered(arrays: PlanArrays, spans: Spans, times: Derived) -> Longs:
+    """By piece: until when its holding waits for the gradient of a fetch that another segment reads: until its own segment's backward pass
+    begins. 0 if it does not wait. A sum that is put together with others is not needed once that is done."""
+    pieces, held, size = arrays.pieces, arrays.holdings, len(arrays.fetches.device)
+    back = np.flatnonzero(times.goes_back[arrays.readers.tile])
+    fetch, segment = arrays.readers.fetch[back], spans.segment[arrays.readers.tile[back]]
+    first, last = (own(fetch, segment, size, NEVER)[pieces.fetch] for own in (least, most))
+    tile, is_sum = held.tile[pieces.holding], held.sum[pieces.holding] >= 0
+    begun = np.maximum(spans.begun, 0)
+    over = begun[tile]
+    if is_sum.any():
+        of_sum = least(times.member_row, begun[arrays.sums.member], len(arrays.sum_devices.sum), 0)
+        over = np.where(is_sum, np.append(of_sum, 0)[times.holding_row[pieces.holding]], over)
+    within = ~is_sum & (first == last) & (first == spans.segment[tile])
+    joined = is_sum & (np.diff(arrays.fetches.pieces)[pieces.fetch] > 1)
+    return np.where((first == NEVER) | ~held.gradient[pieces.holding] | within | joined, 0, over)
+
+
+def _dropped(plan: Plan, arrays: PlanArrays, spans: Spans, times: Derived) -> Bools:
+    """By holding: whether it is gone between its last reader in the forward pass and its tile's second run
+    (``plan.recomputation.dropped_holdings``)."""
+    held, pieces, readers = arrays.holdings, arrays.pieces, arrays.readers
+    if not plan.recomputed_operators:
+        return np.zeros(len(held.tile), np.bool_)
+    active = times.goes_back | (spans.unread & (spans.begun != NEVER))
+    twice = active & np.isin(arrays.tiles.operator, list(plan.recomputed_operators))
+    once = (active & ~twice)[readers.tile] & ~arrays.fetches.remote[readers.fetch]
+    kept = any_of(readers.fetch[once], len(arrays.fetches.device))[pieces.fetch]
+    light = np.isin(arrays.tiles.operator[held.tile], list(plan.light_operators))
+    dropped: Bools = (held.sum < 0) & twice[held.tile] & ~light & ~any_of(pieces.holding[kept], len(held.tile))
+    return dropped

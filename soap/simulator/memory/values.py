@@ -1,0 +1,224 @@
+"""How long tiles' outputs, what they keep, their workspace, fetched regions and sums are held, all at once over arrays.
+
+- a tile's outputs, what it saves, and copies of its inputs: from its forward task to its backward task and the last task (or transfer)
+  that reads them; of an offloading one, to the copy to its host, and again from the copy back on;
+- of a recomputed tile, for its readers in the forward pass alone, and again from its second run on; if it keeps its outputs, these and
+  what its products have made stay;
+- a fetched region: from its first arrival to the last backward task of its consumers;
+- what a tile's calls pass to each other: while its task runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from soap.plan.memory_kinds import MemoryKind
+from soap.plan.plan import Plan
+from soap.simulator.memory.array_ledger import ArrayLedger
+from soap.simulator.memory.derived import Derived
+from soap.simulator.memory.grouped import any_of, least, most
+from soap.simulator.memory.left_sums import left_until
+from soap.simulator.memory.parameters import compact_parameters
+from soap.simulator.memory.plan_arrays import Given, PlanArrays, SumDevices, region_number
+from soap.simulator.memory.played import Played
+from soap.simulator.memory.reading import ReadUntil, read_until
+from soap.simulator.memory.spans import NEVER, Spans
+
+Longs = NDArray[np.int64]
+
+
+class Gone(NamedTuple):
+    """When readers on the maker's device have let go of outputs (by row of ``Outputs``; of recomputed tiles as their first run makes them)
+    and of sums (by row of ``SumDevices``)."""
+
+    outputs: Longs
+    sums: Longs
+
+
+def hold_values(plan: Plan, arrays: PlanArrays, spans: Spans, times: Derived, ledger: ArrayLedger, played: Played) -> Gone:
+    """Write into a ledger how long all this is held. ``played``: when ranks run the tasks, which wait for each other as in the plan,
+    without the waits that ranks add."""
+    return _Values(plan, arrays, spans, times, ledger).held(played)
+
+
+class _Values:
+    """Writes into a ledger how long everything is held except gradients, and what methods of synchronization hold."""
+
+    def __init__(self, plan: Plan, arrays: PlanArrays, spans: Spans, times: Derived, ledger: ArrayLedger) -> None:
+        self._plan, self._arrays, self._spans, self._times, self._ledger = plan, arrays, spans, times, ledger
+        self._hold = ledger.hold
+
+    def held(self, played: Played) -> Gone:
+        """Write down all of it."""
+        read = read_until(self._plan, self._arrays, self._spans, self._times)
+        outputs = self._outputs(read)
+        self._kept()
+        self._offloaded()
+        self._workspace()
+        self._batch()
+        self._assembled()
+        self._fetched()
+        return Gone(outputs, self._sums(read, played))
+
+    def _lives(self, tile: Longs, until: Longs) -> Iterator[tuple[Longs, Longs, Longs]]:
+        """(places among these tiles, start, end) of when something is there that tiles have from their forward task to ``until``; of
+        recomputed ones during their first run, and again from their second one on."""
+        spans, again = self._spans, self._times.again[tile]
+        yield np.arange(len(tile)), spans.forward_start[tile], np.where(again, spans.forward_end[tile], until)
+        if again.any():
+            place = np.flatnonzero(again)
+            yield place, spans.again_start[tile[place]], until[place]
+
+    def _outputs(self, read: ReadUntil) -> Longs:
+        """Outputs of tiles, until they are no longer used and waited for. Of a tile that keeps its outputs, those of the first run are
+        there as long as of any other. Returns when those of first runs have gone."""
+        own, device = self._arrays.outputs, self._arrays.tiles.device
+        used = np.where(own.keeps, self._times.left[own.tile], self._times.work_end[own.tile])
+        gone = np.zeros(0, np.int64)
+        for waits, (place, start, end) in zip(self._waits(read), self._lives(own.tile, used), strict=False):
+            tile = own.tile[place]
+            over = np.maximum(np.where(self._spans.light[tile], used[place], end), waits[place])
+            self._hold(device[tile], start, over, own.bytes[place], MemoryKind.KEPT, late=True)
+            gone = gone if len(gone) else over
+        return gone
+
+    def _waits(self, read: ReadUntil) -> tuple[Longs, Longs]:
+        """Until when outputs wait for others, as first and as second runs make them. Partial results wait for their sum alone."""
+        held, sums, outputs = self._arrays.holdings, self._arrays.sums, self._arrays.outputs
+        size, own = len(outputs.tile), held.output >= 0
+        first, second = (most(held.output[own], np.maximum(until[own], 0), size, 0) for until in read)
+        summed = np.repeat(np.arange(len(sums.bytes)), np.diff(sums.members))
+        output = np.searchsorted(outputs.tile, sums.member) + sums.output[summed]
+        first[output], second[output] = self._spans.summed_start[summed], 0
+        return first, second
+
+    def _kept(self) -> None:
+        """What tiles keep beside their outputs, and what products have made of those that run again but for them."""
+        tiles, spans = self._arrays.tiles, self._spans
+        away, everything = spans.away_start != NEVER, np.arange(len(tiles.device))
+        for place, start, end in self._lives(everything, self._times.left):
+            self._hold(tiles.device[place], start, end, tiles.kept[place], MemoryKind.KEPT, late=away[place])
+        if len(light := np.flatnonzero(spans.light)):
+            self._hold(tiles.device[light], spans.forward_start[light], self._times.last[light], tiles.product[light], MemoryKind.KEPT)
+
+    def _offloaded(self) -> None:
+        """What tiles have back from their hosts, and on CPUs, until then, the copies there."""
+        tiles, spans = self._arrays.tiles, self._spans
+        own = np.flatnonzero(spans.away_start != NEVER)
+        if len(own):
+            device, size, start = tiles.device[own], tiles.away[own], spans.back_start[own]
+            self._hold(device, start, self._times.last[own], size, MemoryKind.KEPT, early=True)
+            there = np.where(self._ledger.is_accelerator[device], 0, size)
+            self._hold(device, spans.away_start[own], spans.back_end[own], there, MemoryKind.KEPT, early=True, late=True)
+
+    def _workspace(self) -> None:
+        """What is there while tiles run, but for those that make what nobody reads."""
+        tiles, spans = self._arrays.tiles, self._spans
+        runs, again = np.flatnonzero(~spans.unread), np.flatnonzero(self._times.again)
+        for own, start, end in ((runs, spans.forward_start, spans.forward_end), (again, spans.again_start, spans.again_work_end)):
+            self._hold(tiles.device[own], start[own], end[own], tiles.forward[own], MemoryKind.WORKSPACE)
+
+    def _batch(self) -> None:
+        """Copies of parts of the batch that lie in several pieces, one for all that read a part on a device."""
+        own = Given._make(column[self._arrays.given.copied] for column in self._arrays.given)
+        if not len(own.tile):
+            return
+        device = self._arrays.tiles.device[own.tile]
+        _, first, group = np.unique(own.region * (int(device.max()) + 1) + device, return_index=True, return_inverse=True)
+        used = np.where(own.keeps, self._times.last[own.tile], self._times.work_end[own.tile])
+        self._hold_groups(group, first, own.tile, used, own.bytes, MemoryKind.BATCH)
+
+    def _hold_groups(self, group: Longs, first: Longs, tile: Longs, used: Longs, size: Longs, kind: MemoryKind) -> None:
+        """Hold one region for each group of tiles, in first and in second runs. ``first``: a place of each group."""
+        for place, start, end in self._lives(tile, used):
+            begun = least(group[place], start, len(first), NEVER)
+            over = most(group[place], end, len(first), NEVER)
+            there = np.flatnonzero(begun != NEVER)
+            self._hold(self._arrays.tiles.device[tile[first[there]]], begun[there], over[there], size[first[there]], kind)
+
+    def _assembled(self) -> None:
+        """Regions of parameters that are assembled from several shards, or from rows: one for a segment, of rows one for each tile."""
+        parameters = self._arrays.parameters
+        own = np.flatnonzero(~np.isin(parameters.region, self._whole_regions()))
+        if not len(own):
+            return
+        tile, region = parameters.tile[own], parameters.region[own]
+        compact = np.isin(parameters.parameter[own], self._compact())
+        of = np.where(compact, tile, self._spans.segment[tile])
+        _, first, group = np.unique(np.stack([of, region, compact]), axis=1, return_index=True, return_inverse=True)
+        used = np.where(parameters.keeps[own], self._times.last[tile], self._times.work_end[tile])
+        size = np.where(compact, parameters.rows_bytes[own], parameters.bytes[own])
+        self._hold_groups(group.ravel(), first, tile, used, size, MemoryKind.VALUES)
+
+    def _whole_regions(self) -> list[int]:
+        """Numbers of the regions of parameters that are there as a whole: shards, and what readers gather of parts."""
+        plan = self._plan
+        gathered = (region for sync in plan.syncs if sync.contract.owned_in_parts for region in sync.regions)
+        regions = chain(((own.parameter, own.box) for own in plan.shards), ((own.parameter, own.box) for own in gathered))
+        return [region_number(parameter, box) for parameter, box in regions]
+
+    def _compact(self) -> list[int]:
+        """Numbers of the parameters of which tiles have looked up rows alone."""
+        names = compact_parameters(self._plan)
+        return [number for number, own in enumerate(self._plan.graph.parameters) if own.name in names] if names else []
+
+    def _fetched(self) -> None:
+        """Fetched regions that are assembled or received, and pieces that are received in buffers of their own first."""
+        fetches, pieces, readers, spans = self._arrays.fetches, self._arrays.pieces, self._arrays.readers, self._spans
+        size = len(fetches.device)
+        there = pieces.carrier >= 0
+        begun = least(pieces.fetch[there], spans.brought_start[pieces.carrier[there]], size, NEVER)
+        until = most(readers.fetch, self._times.needed, size, 0)
+        answered = fetches.gradient & any_of(readers.fetch[self._times.goes_back[readers.tile]], size)
+        until = np.maximum(until, np.where(answered, self._times.taken, 0))
+        own = np.flatnonzero(fetches.remote)
+        self._hold(fetches.device[own], begun[own], until[own], fetches.bytes[own], MemoryKind.KEPT, late=True)
+        joined, apart = least(readers.fetch, spans.forward_start[readers.tile], size, 0), np.flatnonzero(pieces.apart)
+        fetch, start = pieces.fetch[apart], spans.brought_start[pieces.carrier[apart]]
+        self._hold(fetches.device[fetch], start, joined[fetch], pieces.bytes[apart], MemoryKind.BUFFERS, late=True)
+        several = ~fetches.remote & (np.diff(fetches.pieces) > 1)
+        reader = np.flatnonzero(several[readers.fetch])
+        for place, start, end in self._lives(readers.tile[reader], self._times.needed[reader]):
+            fetch = readers.fetch[reader[place]]
+            self._hold(fetches.device[fetch], start, end, fetches.bytes[fetch], MemoryKind.KEPT)
+
+    def _sums(self, read: ReadUntil, played: Played) -> Longs:
+        """Sums of partial results, or their cells. Returns when they have gone."""
+        own, sums = self._arrays.sum_devices, self._arrays.sums
+        start, done = self._spans.summed_start[own.sum], self._spans.summed_end[own.sum]
+        over = self._kept_sums(read, played, done)
+        scattered = sums.scattered[own.sum]
+        self._hold(own.device, start, over, own.bytes, MemoryKind.KEPT, early=~scattered, late=True, made=scattered)
+        self._scattered(np.flatnonzero(scattered), start, done)
+        return over
+
+    def _kept_sums(self, read: ReadUntil, played: Played, done: Longs) -> Longs:
+        """By row of ``SumDevices``: until when its sum is kept: for its readers, or if it has none there until its gradient comes or it is
+        known to be over (``left_sums``). ``done``: when it is made."""
+        own, times = self._arrays.sum_devices, self._times
+        holding = np.flatnonzero((self._arrays.holdings.sum >= 0) & (read.first != NEVER))
+        ends = most(self._arrays.holdings.sum[holding], read.first[holding], len(self._arrays.sums.bytes), 0)[own.sum]
+        left = np.flatnonzero(~any_of(times.holding_row[holding], len(own.sum)))
+        if len(left):
+            answered = np.where(times.sum_begun == NEVER, self._ledger.arrived(own.device, done), times.sum_begun)
+            ends[left] = left_until(self._arrays, self._spans, played, left, answered[left])
+        return np.maximum(done, ends)
+
+    def _scattered(self, rows: Longs, start: Longs, done: Longs) -> None:
+        """Sums that are cut into cells: the own one is added up of partial results; when these have gone, it is cut and sent. With
+        micro-batches others' cells are copied, as in ``sent``."""
+        if not len(rows):
+            return
+        own = SumDevices._make(column[rows] for column in self._arrays.sum_devices)
+        whole, start, done = self._arrays.sums.bytes[own.sum], start[rows], done[rows]
+        apart = (own.others > 1) & self._ledger.is_accelerator[own.device] if self._plan.order is None else True
+        self._hold(own.device, start, start, whole, MemoryKind.BUFFERS, early=True, over=True)
+        sent = np.where(apart, own.sent, own.sent_lying)
+        self._ledger.send(own.device, start, self._ledger.arrived(own.device, done), whole - own.bytes, held=sent, made=True)
+        received = (np.diff(self._arrays.sums.devices)[own.sum] - 1) * own.bytes
+        self._hold(own.device, start, done, received, MemoryKind.BUFFERS, made=True)

@@ -1,0 +1,85 @@
+"""Which of an engine's slots is which task of a plan: as ``lowering`` and ``reference`` have it, task by task."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from soap.cluster.topology import Topology
+from soap.model.graph import OperatorGraph
+from soap.plan.compression.training import PLAIN, PlannedTraining
+from soap.plan.plan import Plan
+from soap.plan.planning import PlanBuilder
+from soap.profiles.roofline import RooflineCosts
+from soap.simulator.communication.prices import Communication
+from soap.simulator.costs import CostModel
+from soap.simulator.engine import Engine
+from soap.simulator.folded_bound import folded_engine
+from soap.simulator.folding import fold
+from soap.simulator.lowering import lower
+from soap.simulator.memory.engine_played import engine_played
+from soap.simulator.memory.plan_arrays import plan_arrays
+from soap.simulator.reference import simulate
+from soap.strategy.config import Strategy
+from tests.extent import FEW, MANY
+from tests.simulator.compiled.walks import Walk, walks
+from tests.simulator.copied import Case, copied
+from tests.simulator.examples import LaunchedCosts
+from tests.simulator.played_rows import in_order, reference_played
+from tests.strategies import cases
+
+pytestmark = pytest.mark.slow  # the first use compiles for a minute
+
+
+def check(engine: Engine, plan: Plan, topology: Topology, costs: CostModel, communication: Communication | None = None) -> None:
+    tasks, arrays = lower(plan, topology, costs, communication), plan_arrays(plan)
+    found, expected = in_order(engine_played(engine, plan, arrays)), in_order(reference_played(tasks, simulate(tasks), arrays))
+    assert {name for name, own in found.items() if own != expected[name]} == set()
+    assert found.keys() == expected.keys()
+
+
+@settings(MANY, suppress_health_check=list(HealthCheck))
+@given(cases(servers=True, ports=True))
+def test_what_is_held(case: tuple[OperatorGraph, Topology, Strategy]) -> None:
+    graph, topology, strategy = case
+    costs = RooflineCosts(topology, 2)
+    engine = Engine(graph, topology, costs)
+    engine.load(strategy)
+    engine.simulate()
+    check(engine, PlanBuilder(graph, topology).build(strategy), topology, costs)
+
+
+@settings(FEW, suppress_health_check=list(HealthCheck))
+@given(walks(), st.sampled_from((PLAIN, PlannedTraining(clips=True))))
+def test_what_is_proposed(walk: Walk, training: PlannedTraining) -> None:
+    """And what is held once a proposal is accepted or rejected."""
+    graph, topology, strategy, edits = walk
+    costs, builder = LaunchedCosts(topology), PlanBuilder(graph, topology, training)
+    engine = Engine(graph, topology, costs, training=training)
+    engine.load(strategy)
+    engine.simulate()
+    for edit in edits:
+        edited = edit.of(strategy)
+        edit.propose(engine)
+        check(engine, builder.build(edited), topology, costs)
+        if edit.accepted:
+            engine.accept()
+            strategy = edited
+        else:
+            engine.reject()
+        check(engine, builder.build(strategy), topology, costs)
+
+
+@settings(MANY, suppress_health_check=list(HealthCheck))
+@given(copied(), st.sampled_from((PLAIN, PlannedTraining(clips=True))))
+def test_two_copies(case: Case, training: PlannedTraining) -> None:
+    graph, topology, strategy = case
+    folding = fold(graph, topology, strategy, training)
+    assume(not isinstance(folding, str))
+    assert not isinstance(folding, str)
+    assume(not folding.has_parts)
+    costs = LaunchedCosts(topology)
+    engine = folded_engine(folding, costs)
+    engine.simulate()
+    check(engine, folding.plan, folding.topology, costs, folding.communication)
