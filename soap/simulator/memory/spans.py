@@ -108,8 +108,8 @@ def spans_of(run: Played, order: RankOrder, plan: Plan, arrays: PlanArrays) -> S
 
 
 def _second_runs(run: Played, segment: Longs) -> Longs:
-    """[start, end of the work, end as it was played], by tile: the second runs as the runtime takes them. When a segment's first one begins,
-    all follow."""
+    """[start, end of the work, end as it was played], by tile: the second runs as the runtime takes them. When a segment's first one
+    begins, all follow."""
     found = np.full((3, len(segment)), NEVER)
     own = np.flatnonzero(run.again != NONE)
     own = own[np.lexsort((own, run.start[run.forward[own]], segment[own]))]
