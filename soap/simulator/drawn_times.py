@@ -56,7 +56,7 @@ def drawn_times(simulator: Simulator, strategies: Iterable[Strategy], draws: Dra
         engine = engine or DrawnEngine(simulator.graph, simulator.topology, simulator.costs, draws, simulator.training, simulator.shared)
         engine.load(strategy)
         engine.simulate()
-        messages = int(np.count_nonzero(engine.played_tasks().bytes))
+        messages = int(np.count_nonzero(engine.taken().bytes))
         found.append(DrawnTimes(engine.usual_ns, tuple(engine.times_ns().tolist()), messages))
     return found
 
