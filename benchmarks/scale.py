@@ -35,7 +35,6 @@ from soap.plan.copies import LEFT
 from soap.profiles.roofline import RooflineCosts
 from soap.simulator.engine import Engine
 from soap.simulator.folded import FoldedSimulation
-from soap.simulator.folded_prices import FoldedCosts
 from soap.simulator.folding import fold
 from soap.simulator.lowering import lower
 from soap.simulator.reference import simulate
@@ -117,7 +116,7 @@ def measure(case: Case, path: Path) -> Figures:
     folding, fold_seconds = _seconds(lambda: fold(graph, topology, strategy))
     if isinstance(folding, str):
         raise ValueError(f"not folded: {folding}")
-    engine = Engine(folding.copies.graph, folding.topology, FoldedCosts(graph, costs), folding.communication)
+    engine = Engine(folding.copies.graph, folding.topology, costs, folding.communication)
     first = _seconds(lambda: engine.load(folding.copies.strategy))[1]
     engine.play()
     lower_seconds = _seconds(lambda: engine.load(folding.copies.strategy))[1]

@@ -10,19 +10,21 @@ from soap.simulator.compiled.machine_code import ENGINE
 from soap.simulator.compiled.memory_tables import FITS
 from soap.simulator.costs import CostModel
 from soap.simulator.drawn_engine import make_engine
-from soap.simulator.drawn_times import replayed_times_ns
-from soap.simulator.draws import Draws, cost_ns
+from soap.simulator.draws import Draws
 from soap.simulator.engine import Engine
 from soap.simulator.folded import FoldedSimulation
-from soap.simulator.folded_bound import folded_engine
+from soap.simulator.folded_bound import alike, folded_engine
 from soap.simulator.folding import Folding
 from soap.simulator.memory.bound import MemoryBound
 from soap.simulator.shared import Shared
-from soap.simulator.simulate import CACHED_STRATEGIES, REST, Simulation, Simulator, is_large
+from soap.simulator.simulate import CACHED_STRATEGIES, REST, Simulation, Simulator, is_large, is_planned
 from soap.strategy.config import OpConfig, Strategy, SyncConfig
 
 MOST_CHANGES = 16
 """A strategy that differs from the one an engine holds in more operators and parameters than this is lowered from scratch."""
+
+MOST_FOLDED = 2
+"""So many engines of two of many equal copies are kept: strategies that are folded alike are proposals to one."""
 
 PREFETCH = "prefetch"
 LOADED = tuple(name for name in REST if name != PREFETCH)
@@ -43,7 +45,9 @@ class IncrementalSimulator:
         self._simulator = simulator
         self.draws = draws
         self._engines: list[_Holder] = []
+        self._folded: list[tuple[Folding, _Holder]] = []
         self._answers: OrderedDict[Hashable, int] = OrderedDict()
+
     @staticmethod
     def begins_at_once() -> bool:
         """False if the simulator must be compiled first."""
@@ -81,12 +85,10 @@ class IncrementalSimulator:
 
     def overflow_bytes(self, strategy: Strategy) -> int:
         """Bytes of memory that the devices lack, added up, as ``Simulator.cost`` has them."""
-        holder = self._holding(strategy)
-        if holder is None:
-            return self._simulator.overflow_bytes(strategy)
-        if holder.certainly_fits() and not self._simulator.is_refused(strategy):
+        holder, folding = self._holding(strategy)
+        if folding is None and holder.certainly_fits() and not self._simulator.is_refused(strategy):
             return 0
-        return self._simulator.overflow_of_played(strategy, holder.engine)
+        return self._simulator.overflow_of_played(strategy, holder.engine, folding)
 
     def fits(self, strategy: Strategy, engine: Engine) -> bool:
         """Whether a strategy that an engine holds or proposes fits into memory."""
@@ -94,16 +96,21 @@ class IncrementalSimulator:
 
     def peak_share(self, strategy: Strategy) -> float:
         """As ``Simulator.peak_share``."""
-        holder = self._holding(strategy)
-        return self._simulator.peak_share(strategy) if holder is None else self._simulator.share_of_played(strategy, holder.engine)
+        holder, folding = self._holding(strategy)
+        return self._simulator.share_of_played(strategy, holder.engine, folding)
 
-    def _holding(self, strategy: Strategy) -> _Holder | None:
-        """The engine that holds or proposes a strategy, which it simulates now if none does; None if it is folded."""
-        if is_large(strategy) and not isinstance(self._simulator.folding(strategy, nearly=True), str):
-            return None
-        if not any(holder.has(strategy) for holder in self._engines):
+    def _holding(self, strategy: Strategy) -> tuple[_Holder, Folding | None]:
+        """The engine that holds or proposes a strategy, which it simulates now if none does. If it is folded: as what."""
+        holder = next((holder for holder in self._engines if holder.has(strategy)), None)
+        if holder is None:
+            folding = self._simulator.folding(strategy, nearly=True) if is_large(strategy) else ""
+            if not isinstance(folding, str):
+                holder = self._folded_holder(folding)
+                holder.makespan_ns(folding.copies.strategy)
+                return holder, folding
             self._simulate(strategy)
-        return next(holder for holder in self._engines if holder.has(strategy))
+            holder = next(holder for holder in self._engines if holder.has(strategy))
+        return holder, None
 
     def outcome(self, strategy: Strategy) -> Simulation | FoldedSimulation | None:
         """As ``Simulator.outcome``."""
@@ -124,30 +131,30 @@ class IncrementalSimulator:
 
     def _holder(self, strategy: Strategy) -> _Holder:
         simulator = self._simulator
-        engine = self._engine()
-        limits = simulator.topology.memory_limits
-        return _Holder(engine, MemoryBound(engine, limits, simulator.optimizer_states), strategy)
+        return _Holder(self._engine(), simulator.optimizer_states, strategy)
 
     def _simulate(self, strategy: Strategy) -> int:
         distances = [holder.distance(strategy) for holder in self._engines]
         nearest = distances.index(min(distances)) if distances else 0
-        if is_large(strategy) and (not distances or distances[nearest] > MOST_CHANGES):
-            folding = self._simulator.folding(strategy)
-            if not isinstance(folding, str):
-                return self._folded_ns(folding, strategy)
         anew = not distances or distances[nearest] > MOST_CHANGES
+        if anew and is_large(strategy):
+            folding = self._simulator.folding(strategy, nearly=True)
+            if not isinstance(folding, str):
+                return self._folded_holder(folding).makespan_ns(folding.copies.strategy)
         more = anew and len(self._engines) < 2
         holder = self._holder(strategy) if more else self._engines.pop(0 if anew else nearest)  # the first one was not used last
         self._engines.append(holder)
         return holder.makespan_ns(strategy)
 
-    def _folded_ns(self, folding: Folding, strategy: Strategy) -> int:
-        simulator = self._simulator
-        if self.draws is not None or folding.has_parts:  # an engine knows no other readers than those of two copies
-            folded = simulator.run_folded(strategy)
-            assert not isinstance(folded, str)
-            return folded.makespan_ns if self.draws is None else cost_ns(replayed_times_ns(folded, self.draws), self.draws.risk)
-        return folded_engine(folding, simulator.costs).play()
+    def _folded_holder(self, folding: Folding) -> _Holder:
+        """The engine for strategies that are folded like this one."""
+        simulator, own = self._simulator, folding.copies.strategy
+        known = next((known for known in self._folded if alike(known[0], folding)), None)
+        if known is None:
+            known = folding, _Holder(folded_engine(folding, simulator.costs, self.draws), simulator.optimizer_states, own)
+        kept = [other for other in self._folded if other is not known][: MOST_FOLDED - 1]
+        self._folded = [known, *kept] if is_planned(own) else kept  # others take gigabytes
+        return known[1]
 
 
 def _unlike(one: Strategy, other: Strategy) -> bool:
@@ -158,8 +165,8 @@ def _unlike(one: Strategy, other: Strategy) -> bool:
 class _Holder:
     """An engine, the strategy that it holds, and perhaps a proposal that is neither accepted nor rejected yet."""
 
-    def __init__(self, engine: Engine, memory: MemoryBound, strategy: Strategy) -> None:
-        self.engine, self._memory = engine, memory
+    def __init__(self, engine: Engine, optimizer_states: int, strategy: Strategy) -> None:
+        self.engine, self._memory = engine, MemoryBound(engine, engine.topology.memory_limits, optimizer_states)
         self._judged: tuple[Strategy, bool] | None = None
         self._held = strategy
         self._proposed: Strategy | None = None

@@ -104,12 +104,12 @@ class Simulation:
 
     @cached_property
     def peak_bytes(self) -> tuple[int, ...]:
-        """The peak memory to expect on each device, with an allowance (``residency.ALLOWANCE``)."""
+        """The peak memory to expect on each device, with an allowance (``sweep.ALLOWANCE``)."""
         return expected_peaks([curve.peak_bytes for curve in self.memory_over_time], self.memory)
 
     @cached_property
     def peak_by_kind(self) -> tuple[dict[str, int], ...]:
-        """What each device's expected peak is made of, in bytes: values, gradients, states, … (``residency.peaks_by_kind``)."""
+        """What each device's expected peak is made of, in bytes: values, gradients, states, … (``sweep.peaks_by_kind``)."""
         return peaks_by_kind(self.memory_over_time, self.peak_bytes)
 
     @cached_property
@@ -286,33 +286,41 @@ class Simulator:
             return inf
         return self._share(outcome.peak_bytes)
 
-    def overflow_of_played(self, strategy: Strategy, engine: Engine) -> int:
-        """The second half of ``cost``, of a strategy that an engine holds or proposes."""
+    def overflow_of_played(self, strategy: Strategy, engine: Engine, folding: Folding | None = None) -> int:
+        """The second half of ``cost``, of a strategy that an engine holds or proposes; with ``folding`` as two of its copies."""
+        if folding is not None:
+            return overflow_bytes(self.expected_folded(folding, engine), self.topology)
         plan = self._builder.build(strategy)
         if _is_refused(plan):
             return REFUSED_BYTES
-        return overflow_bytes(self._expected(plan, engine), self.topology) + self._lacking_on_hosts(plan)
+        return overflow_bytes(self._expected(plan, engine, self.topology), self.topology) + self._lacking_on_hosts(plan)
 
-    def share_of_played(self, strategy: Strategy, engine: Engine) -> float:
-        """``peak_share`` of a strategy that an engine holds or proposes."""
+    def share_of_played(self, strategy: Strategy, engine: Engine, folding: Folding | None = None) -> float:
+        """``peak_share`` of a strategy that an engine holds or proposes; with ``folding`` as two of its copies."""
+        if folding is not None:
+            return self._share(self.expected_folded(folding, engine))
         plan = self._builder.build(strategy)
         if _is_refused(plan) or self._lacking_on_hosts(plan):
             return inf
-        return self._share(self._expected(plan, engine))
+        return self._share(self._expected(plan, engine, self.topology))
 
     def _share(self, peaks: Sequence[int]) -> float:
         return max(peak / limit for peak, limit in zip(peaks, self.topology.memory_limits, strict=True))
 
-    def _expected(self, plan: Plan, engine: Engine) -> Sequence[int]:
+    def _expected(self, plan: Plan, engine: Engine, topology: Topology) -> Sequence[int]:
         """What is expected on each device at its peak. Where that fits, the bound for any order is not asked for."""
         from soap.simulator.memory.engine_played import engine_played  # imports numba
 
         arrays = plan_arrays(plan)
-        peaks = swept(plan, arrays, engine_played(engine, plan, arrays), self.topology, self.optimizer_states).peaks().tolist()
-        expected = [with_allowance(peak) for peak in peaks]
-        if not overflow_bytes(expected, self.topology):
+        peaks = swept(plan, arrays, engine_played(engine, plan, arrays), topology, self.optimizer_states).peaks().tolist()
+        expected, limits = [with_allowance(peak) for peak in peaks], (*topology.memory_limits, 0)
+        if all(peak <= limit for peak, limit in zip(expected, limits, strict=False)):
             return expected
         return expected_peaks(peaks, memory_use(plan, self.optimizer_states))
+
+    def expected_folded(self, folding: Folding, engine: Engine) -> Sequence[int]:
+        """What is expected on each device of the cluster at its peak, from two copies that an engine holds or proposes."""
+        return folding.for_all(self._expected(folding.with_an_idle_device(folding.plan), engine, folding.topology))
 
     def _lacking_on_hosts(self, plan: Plan) -> int:
         return lacking_on_hosts(host_use(plan, self.topology, self.optimizer_states), self.topology)

@@ -26,7 +26,7 @@ from soap.simulator.reference import simulate
 from soap.strategy.config import Strategy
 from tests.extent import FEW, MANY
 from tests.simulator.compiled.walks import Walk, walks
-from tests.simulator.copied import Case, copied
+from tests.simulator.copied import Case, copied, with_parts
 from tests.simulator.examples import LaunchedCosts
 from tests.strategies import cases
 
@@ -88,13 +88,12 @@ def test_what_is_proposed(walk: Walk, training: PlannedTraining) -> None:
 
 
 @settings(MANY, suppress_health_check=list(HealthCheck))
-@given(copied(), st.sampled_from((PLAIN, PlannedTraining(clips=True))))
+@given(copied().flatmap(with_parts), st.sampled_from((PLAIN, PlannedTraining(clips=True))))
 def test_two_copies(case: Case, training: PlannedTraining) -> None:
     graph, topology, strategy = case
-    folding = fold(graph, topology, strategy, training)
+    folding = fold(graph, topology, strategy, training, nearly=True)
     assume(not isinstance(folding, str))
     assert not isinstance(folding, str)
-    assume(not folding.has_parts)
     costs = LaunchedCosts(topology)
     engine = folded_engine(folding, costs)
     engine.simulate()

@@ -121,9 +121,9 @@ def _add_dealt_out(W, M, template, parameter, shard):  # type: ignore[no-untyped
     """Add what readers hold that own parts: buffers in which gradients and values arrive, but no states of what others own. If values are
     gathered for their uses, neither are others' values nor their gradients there all the time (``gathered_memory`` adds what is)."""
     S, size, code = W.scratch, W.shards.bytes[shard], W.state.sync[parameter]
-    sharers, most = W.templates.parts[template], 0
+    sharers, most = W.templates.sharers[template], 0
     gathered, even = is_gathered(code), W.templates.even[template] == 1
-    for place in range(sharers if even else 0):
+    for place in range(W.templates.parts[template] if even else 0):
         most = max(most, part_bytes(W, template, parameter, shard, place))
     for i in range(S.members[0]):
         device, own = S.members[1 + i], own_bytes(W, template, parameter, shard, i)
