@@ -215,8 +215,7 @@ class IncrementalSimulator:
         kept = [other for other in self._folded if other is not known][: MOST_FOLDED - 1]
         self._folded = [known, *kept] if is_planned(own) else kept  # others take gigabytes
         found = known[1].makespan_ns(own)
-        if strategy.microbatches > 1:
-            self._note_lacking(strategy, most_overflow_bytes(folding, known[1].memory))
+        self._note_lacking(strategy, most_overflow_bytes(folding, known[1].memory))
         return found
 
 
