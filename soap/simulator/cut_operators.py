@@ -114,7 +114,9 @@ class CutOperators:
         """Equal for what is cut alike."""
         return self._class_of[position], degrees, shares, micro_batches.count, divides
 
-    def cut(self, position: int, degrees: tuple[int, ...], shares: Shares, micro_batches: MicroBatches, divides: bool) -> CutOperator:
+    def cut(
+        self, position: int, degrees: tuple[int, ...], shares: Shares, micro_batches: MicroBatches, divides: bool
+    ) -> CutOperator:
         """An operator under these degrees and shares, in micro-batches. ``divides``: whether backward passes are in two."""
         key = self.key(position, degrees, shares, micro_batches, divides)
         found = self._made.get(key)
@@ -154,7 +156,9 @@ class CutOperators:
         self._last = key, made
         return made
 
-    def _regions(self, operand: Operand, cells: Longs, known: dict[tuple[DimMap, int], tuple[Longs, Longs] | tuple[int, int]]) -> Longs:
+    def _regions(
+        self, operand: Operand, cells: Longs, known: dict[tuple[DimMap, int], tuple[Longs, Longs] | tuple[int, int]]
+    ) -> Longs:
         """An operand's regions, [tile, dimension, start or stop]: ``Operand.box`` for each tile. ``known``: by dimension and its size, what
         other operands have."""
         shape = self.graph.tensors[operand.tensor].shape
@@ -165,7 +169,9 @@ class CutOperators:
             found[:, i, 0], found[:, i, 1] = known[key]
         return found
 
-    def _make(self, position: int, degrees: tuple[int, ...], shares: Shares, micro_batches: MicroBatches, divides: bool) -> CutOperator:
+    def _make(
+        self, position: int, degrees: tuple[int, ...], shares: Shares, micro_batches: MicroBatches, divides: bool
+    ) -> CutOperator:
         op, graph = self.graph.operators[position], self.graph
         cut = self.regions(position, degrees, shares, micro_batches)
         cells, regions = cut

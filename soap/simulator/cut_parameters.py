@@ -73,7 +73,9 @@ def cut_parameter(
     )
 
 
-def _uses_of(grid: Sequence[Box], needed: Mapping[Box, Sequence[tuple[int, int]]]) -> list[tuple[Box, Sequence[tuple[int, int]]]]:
+def _uses_of(
+    grid: Sequence[Box], needed: Mapping[Box, Sequence[tuple[int, int]]]
+) -> list[tuple[Box, Sequence[tuple[int, int]]]]:
     """Each region of the grid with who needs it, or a part of it."""
     if set(grid) == needed.keys():
         return [(cell, needed[cell]) for cell in grid]

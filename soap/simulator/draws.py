@@ -36,6 +36,7 @@ Floats = NDArray[np.float64]
 Longs = NDArray[np.int64]
 
 
+
 class Error(NamedTuple):
     """An unknown factor of costs. ``name``: equal names are one error. ``spread``, ``mean``: standard deviation and mean of the factor's
     logarithm; the mean is 0 of what errs to both sides alike."""

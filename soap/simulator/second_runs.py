@@ -46,7 +46,9 @@ class SecondRuns:
     tiles that have one so far. ``compute``: adds the task of a second run, after these tasks. ``needs``, ``away``, ``back``: by tile, its
     need, and its copies to the host and back."""
 
-    def __init__(self, plan: Plan, tasks: TaskList, backward: Mapping[int, int], compute: Callable[[Tile, Iterable[int]], int]) -> None:
+    def __init__(
+        self, plan: Plan, tasks: TaskList, backward: Mapping[int, int], compute: Callable[[Tile, Iterable[int]], int]
+    ) -> None:
         self._plan, self._list, self._backward, self._compute = plan, tasks, backward, compute
         self._marked, self._away = plan.recomputed_operators, plan.offloading_operators
         self._claims: dict[int, list[Need]] = {}

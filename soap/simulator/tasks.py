@@ -117,8 +117,8 @@ Places = Mapping[int, int]
 
 @dataclass(frozen=True)
 class TaskPlaces:
-    """Which task is for what, beside passes, which know their tiles. ``need``: by tile, the moment from which on its second run, or the copy
-    ``back``, is needed; ``away``: the copy to its host. ``brought``, ``returned``: by a carrier's first part, its task, and that of the
+    """Which task is for what, beside passes, which know their tiles. ``need``: by tile, the moment from which on its second run, or the
+    copy ``back``, is needed; ``away``: the copy to its host. ``brought``, ``returned``: by a carrier's first part, its task, and that of the
     gradients. ``summed``, ``summed_back``: by reduction, the same."""
 
     need: Places = field(default_factory=dict)

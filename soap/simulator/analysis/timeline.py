@@ -30,7 +30,9 @@ Trace = dict[str, Any]
 MeasuredEvent = tuple[int, str, str, int, int]
 """(rank, task name, kind, start, end), in nanoseconds on one clock."""
 
-COMPUTE_KINDS = frozenset({TaskKind.FORWARD, TaskKind.RECOMPUTE, TaskKind.BACKWARD, TaskKind.WEIGHTS, TaskKind.COMPRESS, TaskKind.UPDATE})
+COMPUTE_KINDS = frozenset(
+    {TaskKind.FORWARD, TaskKind.RECOMPUTE, TaskKind.BACKWARD, TaskKind.WEIGHTS, TaskKind.COMPRESS, TaskKind.UPDATE}
+)
 NS_PER_US = 1000
 
 
@@ -47,7 +49,9 @@ def shown_resources(tasks: TaskGraph) -> dict[int, str]:
     return {number: name for number, name in enumerate(resource_names(tasks)) if number < always or number in used}
 
 
-def chrome_trace(tasks: TaskGraph, schedule: Schedule, process_name: str = "simulated", memory: Sequence[MemoryCurve] = ()) -> Trace:
+def chrome_trace(
+    tasks: TaskGraph, schedule: Schedule, process_name: str = "simulated", memory: Sequence[MemoryCurve] = ()
+) -> Trace:
     """The schedule as one process with a thread per device, link and busy CPU core; a task that holds several links shows on each.
 
     A tile's event names its operator's kind. A message's event ends when it sets its links free, and says how much later it arrives
@@ -292,7 +296,9 @@ def _metadata(name: str, thread: int, args: dict[str, Any]) -> dict[str, Any]:
     return {"name": name, "ph": "M", "pid": 0, "tid": thread, "args": args}
 
 
-def _complete_event(name: str, kind: str, thread: int, start_ns: int, end_ns: int, args: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def _complete_event(
+    name: str, kind: str, thread: int, start_ns: int, end_ns: int, args: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     event = {"name": name, "cat": kind, "ph": "X", "pid": 0, "tid": thread}
     event |= {"ts": start_ns / NS_PER_US, "dur": (end_ns - start_ns) / NS_PER_US}
     return {**event, "args": dict(args)} if args else event

@@ -117,7 +117,9 @@ class Synchronization:
                 self._serve_all(number, resources, (norm,))
         updates = {}
         for device, duration in self._device_updates().items():
-            updates[device] = self._tasks.add(_update_id(device), update_name(device), TaskKind.UPDATE, (device,), duration, ready[device])
+            updates[device] = self._tasks.add(
+                _update_id(device), update_name(device), TaskKind.UPDATE, (device,), duration, ready[device]
+            )
         offloads = self._offload(updates)
         for number, sync in enumerate(plan.syncs):
             if not any(part.name for part in self._updates[number]):

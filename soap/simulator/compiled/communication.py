@@ -249,3 +249,4 @@ def total_flow(S: Scratch) -> int:
     for i in range(S.count[FLOWS]):
         total += S.flow[3 * i + 2]
     return total
+

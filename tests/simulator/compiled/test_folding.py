@@ -36,7 +36,9 @@ def played(folding: Folding) -> FoldedSimulation:
 def tasks_of(outcome: FoldedSimulation) -> dict[tuple[int, int], Played]:
     """Its tasks by key."""
     times = zip(outcome.tasks.tasks, outcome.schedule.start_ns.tolist(), outcome.schedule.end_ns.tolist(), strict=True)
-    return {task_key(*task.id): (task.duration_ns, start, frozenset(task.resources), end, task.bytes) for task, start, end in times}
+    return {
+        task_key(*task.id): (task.duration_ns, start, frozenset(task.resources), end, task.bytes) for task, start, end in times
+    }
 
 
 @settings(MANY, suppress_health_check=list(HealthCheck))
@@ -61,7 +63,10 @@ def test_proposals_to_strategies_that_are_folded_alike(cases: tuple[Case, Case],
     changed = {op.name: replace(one.operators[op.name], recompute=draw.choice(marks)) for op in graph.operators if not refusal(graph, op)}
     if one.microbatches > 1:
         changed = {}
-    foldings = [fold(graph, topology, own, builders=builders) for own in (one, replace(other, operators={**one.operators, **changed}))]
+    foldings = [
+        fold(graph, topology, own, builders=builders)
+        for own in (one, replace(other, operators={**one.operators, **changed}))
+    ]
     held, proposed = foldings
     assume(not isinstance(held, str) and not isinstance(proposed, str) and alike(held, proposed))
     assert not isinstance(held, str) and not isinstance(proposed, str)
