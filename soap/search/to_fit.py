@@ -5,8 +5,10 @@ Runs are those of ``recomputation.runs_of``. What becomes of them instead is ``s
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import inf
 from statistics import median
 from typing import NamedTuple, cast
@@ -24,6 +26,9 @@ LEAST_OF_ESTIMATE = 0.7
 """Exact peaks were 0.75 to 1.1 of estimates (``compiled.memory_estimate``): what has an estimate further above the limit hardly fits."""
 UNCLEAR = 0.1
 """An estimate that is corrected by earlier answers is believed if it is further from the limit than this share of it."""
+
+MOST_ON_A_LINE = 5
+"""Layers that are alike save alike, so a line is right at once, or not at all."""
 
 
 class Step(NamedTuple):
@@ -79,7 +84,7 @@ class Judge:
     ) -> None:
         self._estimated_share, self._peak_share, self._has_time = estimated_share, peak_share, has_time
         self._ratios = [] if ratios is None else ratios
-        self._last: tuple[Strategy, bool] | None = None
+        self._last: tuple[Strategy, float] | None = None
 
     def lacks(self, strategy: Strategy) -> bool:
         """Whether a strategy lacks memory, perhaps by an estimate."""
@@ -94,15 +99,19 @@ class Judge:
 
     def surely_lacks(self, strategy: Strategy, share: float | None = None) -> bool:
         """The exact answer, from which it learns if the estimated ``share`` is given; False if there is no time for it."""
-        if self._last is not None and self._last[0] is strategy:
-            return self._last[1]
+        if (known := self.known_share(strategy)) is not None:
+            return known > 1
         if not self._has_time(strategy):
             return False
         exact = self._peak_share(strategy)
         if share and inf not in (share, exact):
             self._ratios.append(exact / share)
-        self._last = strategy, exact > 1
+        self._last = strategy, exact
         return exact > 1
+
+    def known_share(self, strategy: Strategy) -> float | None:
+        """The exact peak by the limit if this is the last strategy of which it was asked for."""
+        return self._last[1] if self._last is not None and self._last[0] is strategy else None
 
 
 def judge_of(evaluator: Evaluator) -> Judge:
@@ -121,22 +130,38 @@ def fewest(
 ) -> Budgeted:
     """As few steps as it takes to fit: first what saves most bytes for its time, the earliest among equals, because those hold theirs the
     longest. All of them if that is not enough. ``made``: the strategy in which runs have these marks. ``judge``: asked about log2(number of
-    steps) times; that what is found fits is always known exactly."""
+    steps) times, less often where it knows peaks exactly, on a line with the bytes saved; that what is found fits is always known
+    exactly."""
     order = sorted(steps, key=lambda step: (-step.saved_bytes / max(1, step.added_ns), step.run, step.mark))
 
     def first(count: int) -> dict[int, int]:
         return {step.run: step.mark for step in order[:count]}
 
+    saved_bytes = [*accumulate((step.saved_bytes for step in order), initial=0)]
+    shares = dict[int, float]()  # exact ones, by number of steps
     low, high, strategies = 0, len(order), dict[int, Strategy]()  # ``high`` steps fit, or all do not
     while high - low > 1:
-        middle = (low + high) // 2
+        middle = _between(low, high, saved_bytes, shares)
         strategies[middle] = made(first(middle))
         low, high = (middle, high) if judge.lacks(strategies[middle]) else (low, middle)
-        if high - low == 1 and high < len(order) and judge.surely_lacks(strategies[high]):
+        if (share := judge.known_share(strategies[middle])) is not None and share < inf:
+            shares[middle] = share
+        if high - low == 1 and high < len(order) and high not in shares and judge.surely_lacks(strategies[high]):
             low, high = high, len(order)
     added_ns, marks = [step.added_ns for step in order], first(high)
     selective = sum(mark == LIGHT for mark in marks.values())
     return Budgeted(made(marks), len(marks), selective, of_runs, sum(added_ns[:high]), sum(added_ns[: max(0, high - 1)]))
+
+
+def _between(low: int, high: int, saved_bytes: Sequence[int], shares: Mapping[int, float]) -> int:
+    """The number of steps to ask about next, above ``low`` and below ``high``: where the line through the two nearest exact shares of the
+    limit reaches it; the middle if fewer are known, they do not fall, or that has been tried a few times."""
+    near = sorted(shares, key=lambda own: min(abs(own - low), abs(own - high)))[:2]
+    if len(near) < 2 or len(shares) > MOST_ON_A_LINE or (falls := (shares[min(near)] - shares[max(near)])) <= 0:
+        return (low + high) // 2
+    each_bytes = (saved_bytes[max(near)] - saved_bytes[min(near)]) / falls
+    wanted_bytes = saved_bytes[near[0]] + (shares[near[0]] - 1) * each_bytes
+    return min(high - 1, max(low + 1, bisect_left(saved_bytes, wanted_bytes)))
 
 
 def bases_of(starts: Sequence[Start], evaluator: Evaluator, all_of: Callable[[Strategy], Strategy]) -> Iterator[Start]:
