@@ -36,7 +36,9 @@ def with_recomputation(space: Space) -> Space:
     return replace(space, recompute=tuple(dict.fromkeys(own for own in chosen if own)))
 
 
-def recompute_to_fit(graph: OperatorGraph, topology: Topology, base: Strategy, costs: CostModel, lacks: Callable[[Strategy], bool]) -> Budgeted:
+def recompute_to_fit(
+    graph: OperatorGraph, topology: Topology, base: Strategy, costs: CostModel, lacks: Callable[[Strategy], bool]
+) -> Budgeted:
     """``base`` with as much recomputed as it takes to fit, run by run: all of a run, or all but its products (``to_fit.fewest``)."""
     levels = {extent: run_levels(graph, extent) for extent in (RECOMPUTED, LIGHT)}
     pairs = enumerate(zip(levels[LIGHT], levels[RECOMPUTED], strict=True))
@@ -69,9 +71,7 @@ def _steps(
         yield Step(number, RECOMPUTED, more_bytes, max(0, more_ns))
 
 
-def _figures(
-    graph: OperatorGraph, topology: Topology, strategy: Strategy, levels: Mapping[str, int], costs: CostModel
-) -> tuple[int, int]:
+def _figures(graph: OperatorGraph, topology: Topology, strategy: Strategy, levels: Mapping[str, int], costs: CostModel) -> tuple[int, int]:
     """(bytes that operators make and do not keep, nanoseconds of their second forward passes), each on the device where it is most."""
     kept, times = [0] * topology.device_count, [0] * topology.device_count
     for name, level in levels.items():

@@ -46,9 +46,7 @@ def left(looks: tuple[int, ...], *, reads: bool = True, waits: bool = True) -> i
         pieces=SimpleNamespace(holding=np.arange(len(looks)), fetch=np.arange(len(looks)), carrier=np.arange(len(looks))),
         carriers=SimpleNamespace(pattern=longs(*(MESSAGE for _ in looks))),
     )
-    spans: Any = SimpleNamespace(
-        end=100, brought_start=longs(*looks), returned_start=longs(*(NEVER for _ in looks)), summed_end=longs(20)
-    )
+    spans: Any = SimpleNamespace(end=100, brought_start=longs(*looks), returned_start=longs(*(NEVER for _ in looks)), summed_end=longs(20))
     before: list[tuple[int, ...]] = [(), (), (0, 1), (2,) if reads else (), (3,)]
     start = longs(0, 0, 10, 20 if waits else 15, 30)
     played: Any = SimpleNamespace(
