@@ -35,7 +35,6 @@ from soap.plan.copies import LEFT
 from soap.profiles.roofline import RooflineCosts
 from soap.simulator.engine import Engine
 from soap.simulator.folded import FoldedSimulation
-from soap.simulator.folded_prices import FoldedCosts
 from soap.simulator.folding import fold
 from soap.simulator.lowering import lower
 from soap.simulator.reference import simulate
@@ -112,12 +111,12 @@ def measure(case: Case, path: Path) -> Figures:
         engine.play()
         lower_seconds = _seconds(lambda: engine.load(strategy))[1]
         makespan_ns, play_seconds = _seconds(engine.play)
-        peak, tasks = _peak_bytes(), sum(1 for _ in engine.tasks())
+        peak, tasks = _peak_bytes(), len(engine.taken().slot)
         return Figures(tasks, tasks, 0.0, first, lower_seconds, play_seconds, peak, makespan_ns)
     folding, fold_seconds = _seconds(lambda: fold(graph, topology, strategy))
     if isinstance(folding, str):
         raise ValueError(f"not folded: {folding}")
-    engine = Engine(folding.copies.graph, folding.topology, FoldedCosts(graph, costs), folding.communication)
+    engine = Engine(folding.copies.graph, folding.topology, costs, folding.communication)
     first = _seconds(lambda: engine.load(folding.copies.strategy))[1]
     engine.play()
     lower_seconds = _seconds(lambda: engine.load(folding.copies.strategy))[1]

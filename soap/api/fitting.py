@@ -7,11 +7,9 @@ searched.
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
-from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
 from soap import collector
@@ -24,7 +22,7 @@ from soap.model.batch import samples_of
 from soap.plan.compression.training import PLAIN, PlannedTraining
 from soap.search.options import OPTIMIZER_STATES
 from soap.search.recomputing import recompute_to_fit
-from soap.search.to_fit import LEAST_OF_ESTIMATE, Budgeted, Judge, hardly_fits
+from soap.search.to_fit import Budgeted
 from soap.simulator.costs import CostSource
 from soap.simulator.folded import FoldedSimulation
 from soap.simulator.memory.certain import certainly_lacks
@@ -35,7 +33,6 @@ from soap.strategy.config import Strategy
 from soap.strategy.named import (
     DATA_PARALLEL,
     JOIN,
-    KEEPING,
     OFFLOAD,
     RECOMPUTE,
     SELECTIVE,
@@ -57,8 +54,6 @@ SECONDS = 9.0
 answer."""
 TILE_SECONDS = 3e-4
 """What it takes to play a tile in full, at least: 0.3 to 0.5 ms of a core where two copies do not do (Intel Xeon, 2026-11-27)."""
-MOST_OF_ESTIMATE = 0.9
-"""Ways whose estimate is further below the limit do not have to save more."""
 TO_FIT = 0.6
 """When more than this share of the time is over, it is not found out how little has to be recomputed for a way to fit."""
 BY_SAVINGS = ("fsdp", "hsdp", "zero1")
@@ -151,30 +146,17 @@ def fastest_that_fits(simulator: Simulator) -> Way | None:
 
 
 class _Candidate(NamedTuple):
-    """A way that may be played in full. ``cost_ns``: its time, and ``share``: an estimate of its peak by the limit, where they are known.
-    ``least_bytes``: what it lacks at least."""
+    """A way. ``cost_ns``: how long a step takes, or 0 if that is not known."""
 
     name: str
     strategy: Strategy
     cost_ns: int
-    least_bytes: int = 0
-    share: float | None = None
-
-    @property
-    def may_fit(self) -> bool:
-        """Whether it may fit."""
-        return not self.least_bytes and not hardly_fits(self.share)
-
-    @property
-    def may_lack(self) -> bool:
-        """Whether it may lack memory."""
-        return self.least_bytes > 0 or (self.share or 0) > MOST_OF_ESTIMATE
 
 
 class _Ways:
-    """Looks for ways that fit, those first that save most. Where the compiled simulator is there, it says how long each way takes, which
-    can't fit, and which may by an estimate; what saves most, then the fastest that may fit, then the others are played in full, until
-    enough of them fit. Else all are played, as long as there is time."""
+    """Looks for ways that fit. Where the compiled simulator is there, it says how long each way takes, and which lack memory: what saves
+    most first, then the fastest, until enough of them fit; these are played in full. Else all are played, those first that save most, as
+    long as there is time."""
 
     def __init__(self, simulator: Simulator, asked: Way, begin_s: float, seconds: float, smaller: Smaller | None) -> None:
         self._simulator, self._asked, self._smaller = simulator, asked, smaller
@@ -183,7 +165,7 @@ class _Ways:
         self._tried: list[str] = []
         self._untried: list[str] = []
         self._evaluator: IncrementalSimulator | None = None
-        self._ratios: dict[str, list[float]] = defaultdict(list)  # by ``_family``, exact peaks by their estimates
+        self._shares: dict[str, float] = {}  # by name, the peak by the limit of the device that is filled most
         self._late = False
         names, again = saving_names(simulator.topology), bool(run_levels(simulator.graph, RECOMPUTED))  # else these change nothing
         self._names = sorted((own for own in names if again or {RECOMPUTE, SELECTIVE}.isdisjoint(own.split(JOIN))), key=_by_savings)
@@ -203,43 +185,29 @@ class _Ways:
     def _look(self, candidates: list[_Candidate], played: list[Way]) -> None:
         """Add the ways that are looked at, and those that are played."""
         candidates += self._candidates()
-        left = [own for own in candidates if not own.least_bytes]
-        while left and not self._enough(played, left):
-            own = min(left, key=self._rank)
-            left.remove(own)
-            if played and (self._spent(1) or self._spent(1, self._expected_s(own.strategy))):  # what to expect takes long to find
+        for own in sorted(candidates, key=lambda own: (own.name != self._names[0], own.cost_ns)):
+            if sum(way.fits for way in played[1 if played and played[0].name == self._names[0] else 0 :]) == MOST_WAYS:
+                break  # none of those left is faster
+            if self._shares and (self._spent(1) or self._spent(1, self._expected_s(own.strategy))):  # what to expect takes long to find
                 self._untried.append(own.name)
-            else:
-                played.append(self._played(own.name, own.strategy, own.share))
+            elif self._share(own.name, own.strategy) <= 1:
+                played.append(self._played(own.name, own.strategy))
         played += self._to_fit(candidates)
         played += self._in_parts(played)
 
-    def _played(self, name: str, strategy: Strategy, share: float | None) -> Way:
-        """A way, played in full. ``share``: the estimate of its peak by the limit, to learn from."""
+    def _share(self, name: str, strategy: Strategy) -> float:
+        """The peak by the limit, of the device that is filled most; 1 where only playing it in full tells."""
+        begin_s, (folded, tiles) = time.process_time(), self._played_tiles(strategy)
+        self._shares[name] = 1.0 if self._evaluator is None else self._evaluator.peak_share(strategy)
+        self._tile_s[folded] = max(self._tile_s[folded], (time.process_time() - begin_s) / tiles)
+        return self._shares[name]
+
+    def _played(self, name: str, strategy: Strategy) -> Way:
+        """A way, played in full."""
         begin_s, (folded, tiles) = time.process_time(), self._played_tiles(strategy)
         way = _way(self._simulator, name, strategy)
         self._tile_s[folded] = max(self._tile_s[folded], (time.process_time() - begin_s) / tiles)
-        if share and share < inf:
-            self._ratios[_family(name)].append(way.peak_bytes / way.available_bytes / share)
         return way
-
-    def _enough(self, played: Sequence[Way], left: Sequence[_Candidate]) -> bool:
-        """Whether the fastest ways that fit are known: none of those left is faster, unless it hardly fits."""
-        times = sorted(way.time_ns for way in played if way.fits)
-        if self._evaluator is None or len(times) < MOST_WAYS:
-            return False
-        faster = (own for own in left if own.cost_ns < times[MOST_WAYS - 1])
-        return all((own.share or 0) * min(LEAST_OF_ESTIMATE, self._ratio(own)) > 1 for own in faster)
-
-    def _ratio(self, own: _Candidate) -> float:
-        """How exact peaks were to estimates of the same family: estimates count too much of values that are gathered."""
-        return median(self._ratios[_family(own.name)] or [LEAST_OF_ESTIMATE])
-
-    def _rank(self, own: _Candidate) -> tuple[bool, float, int]:
-        """In which order ways are played: what saves most comes first, as time may be over before anything else fits; then what fits by an
-        estimate, corrected by how exact peaks were to estimates so far, the fastest first, and of the others those that lack least."""
-        share = 0.0 if own.share is None else own.share * self._ratio(own)
-        return own.name != self._names[0], max(1.0, share), own.cost_ns
 
     def _spent(self, share: float, more_s: float = 0.0) -> bool:
         """Whether this share of the time is over, or will be ``more_s`` from now."""
@@ -281,19 +249,15 @@ class _Ways:
 
     def _looked_at(self, name: str, strategy: Strategy) -> _Candidate:
         """What the compiled simulator says of a strategy, if it is there."""
-        if self._evaluator is None:
-            return _Candidate(name, strategy, 0)
-        cost_ns = self._evaluator.makespan_ns(strategy)
-        least_bytes, share = self._evaluator.least_overflow_bytes(strategy), self._evaluator.estimated_share(strategy)
-        return _Candidate(name, strategy, cost_ns, least_bytes, share)
+        return _Candidate(name, strategy, 0 if self._evaluator is None else self._evaluator.makespan_ns(strategy))
 
     def _to_fit(self, candidates: Sequence[_Candidate]) -> list[Way]:
         """The fastest strategy that lacks memory, and does not if all its runs are recomputed, with as little recomputed as fits."""
         asked, evaluator = self._asked, self._evaluator
-        known = (_Candidate(asked.name, asked.strategy, asked.time_ns, asked.lacking_bytes), *candidates)
-        by_name = {own.name: own for own in known}
-        pairs = [(own, by_name.get(on_top(own.name, RECOMPUTE))) for own in known]
-        bases = [base for base, whole in pairs if whole is not None and base.may_lack and whole.may_fit]
+        known = (_Candidate(asked.name, asked.strategy, asked.time_ns), *candidates)
+        wholes = {own.name for own in candidates if self._shares.get(own.name, 2) <= 1}
+        lacking = (own for own in known if own.name == asked.name or self._shares.get(own.name, 0) > 1)
+        bases = [own for own in lacking if on_top(own.name, RECOMPUTE) in wholes]
         if not bases or evaluator is None:
             return []
         base = min(bases, key=lambda own: own.cost_ns)
@@ -303,19 +267,12 @@ class _Ways:
             return []
         self._tried.append(name)
 
-        def estimated_share(strategy: Strategy) -> float | None:
-            evaluator.makespan_ns(strategy)  # then it knows the strategy
-            return evaluator.estimated_share(strategy)
+        def share(strategy: Strategy) -> float:
+            in_time = not self._spent(1, 2 * self._expected_s(strategy))  # the last one is played in any case
+            return evaluator.peak_share(strategy) if in_time else 0
 
-        def peak_share(strategy: Strategy) -> float:
-            way = self._played(name, strategy, None)
-            return way.peak_bytes / way.available_bytes if way.fits == (way.peak_bytes <= way.available_bytes) else inf
-
-        def has_time(strategy: Strategy) -> bool:
-            return not self._spent(1, 2 * self._expected_s(strategy))  # the last one is played in any case
-
-        own, judge = self._simulator, Judge(estimated_share, peak_share, self._ratios[_family(base.name)], has_time)
-        made = recompute_to_fit(own.graph, own.topology, base.strategy, own.costs, judge)
+        own = self._simulator
+        made = recompute_to_fit(own.graph, own.topology, base.strategy, own.costs, share)
         return [replace(_way(own, name, made.strategy), budgeted=made, base=base.name)]
 
     def _in_parts(self, played: Sequence[Way]) -> list[Way]:
@@ -328,7 +285,7 @@ class _Ways:
             names = [in_micro_batches(self._names[0], count) for count in counts(self._simulator.graph)]
             legal = [(name, made) for name in reversed(names) if name not in self._tried and (made := self._legal(name)) is not None]
             self._tried += [name for name, _ in legal[:1]]
-            found += [self._played(name, strategy, None) for name, strategy in legal[:1]]
+            found += [self._played(name, strategy) for name, strategy in legal[:1]]
         return found
 
     def _legal(self, name: str) -> Strategy | None:
@@ -351,9 +308,9 @@ class _Ways:
                 self._untried.append(name)
                 continue
             self._tried.append(name)
-            looked = self._looked_at(name, strategy)
-            if looked.may_fit and not (looked.cost_ns and self._enough([*played, *found], [looked])):
-                found.append(self._played(name, strategy, looked.share))
+            slowest_ns = sorted(way.time_ns for way in (*played, *found) if way.fits)[MOST_WAYS - 1 : MOST_WAYS]
+            if not slowest_ns or self._looked_at(name, strategy).cost_ns < slowest_ns[0]:
+                found.append(self._played(name, strategy))
         return found
 
     def _in_smaller_batches(self) -> list[Way]:
@@ -374,16 +331,11 @@ class _Ways:
         return found
 
     def _closest(self, candidates: Sequence[_Candidate], played: Sequence[Way]) -> Way:
-        """What lacks least, if nothing fits: among what was played, and the way that lacks least at least."""
-        least = min((own for own in candidates if own.least_bytes), key=lambda own: own.least_bytes, default=None)
-        late = least is None or self._spent(1, self._expected_s(least.strategy))
-        further = [] if least is None or late else [_way(self._simulator, least.name, least.strategy)]
+        """What lacks least, if nothing fits: among what was played, and the way that is known to lack least."""
+        nearest = min((own for own in candidates if own.name in self._shares), key=lambda own: self._shares[own.name], default=None)
+        late = nearest is None or self._spent(1, self._expected_s(nearest.strategy))
+        further = [] if nearest is None or late else [_way(self._simulator, nearest.name, nearest.strategy)]
         return min([self._asked, *played, *further], key=lambda way: way.lacking_bytes)
-
-
-def _family(name: str) -> str:
-    """What is said of a strategy beside what becomes of what operators and the optimizer keep."""
-    return JOIN.join(part for part in name.split(JOIN) if part not in KEEPING) or DATA_PARALLEL
 
 
 def _by_savings(name: str) -> tuple[bool, bool, int, int]:

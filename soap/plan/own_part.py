@@ -137,6 +137,7 @@ class PlanParts:
             reductions=tuple([replace(plan.reductions[i], tiles=self._summed_tiles(i, device, places)) for i in places.reductions]),
             shards=(),
             syncs=(),
+            kept=(),
             order=None,
         )
 

@@ -7,7 +7,7 @@ tensors. So both have the same tiles, transfers, reductions and shards, under th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -24,6 +24,7 @@ from soap.strategy.sync_contracts import Contract, named
 
 if TYPE_CHECKING:
     from soap.plan.delivery import Delivery
+    from soap.plan.syncs.keeping import KeptParameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +215,7 @@ class Plan:
     ``first_tile[i]``: the position of operator i's first tile; its tiles follow in index order. ``accelerators``: devices that are no CPUs;
     servers beside them keep parameters in the host's memory. ``sparse_lookups``: operators whose tiles look rows up. ``strategy``: of two
     copies for a folded plan. ``training``: what it adds to compressed parameters. ``order``: of the passes of micro-batches, if any.
-    ``deliveries``: by operator, the same as above with the operator's own positions.
+    ``deliveries``: by operator, the same as above with the operator's own positions. ``kept``: so by parameter, of shards and ``syncs``.
     """
 
     strategy: Strategy
@@ -234,7 +235,8 @@ class Plan:
     training: PlannedTraining = PLAIN
     order: PassOrder | None = None
     own_samples: bool = False  # see ``Topology``
-    deliveries: tuple[Delivery, ...] = ()
+    deliveries: tuple[Delivery, ...] = field(default=(), compare=False)
+    kept: tuple[KeptParameter, ...] = field(default=(), compare=False)
 
     @cached_property
     def recomputed_operators(self) -> frozenset[int]:

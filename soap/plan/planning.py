@@ -184,7 +184,7 @@ class PlanBuilder:
         first_reduction = _offsets([len(own.reductions) for own in found])
         first_fetch = _offsets([len(own.fetches) for own in found])
         tiles = tuple(tile for own in found for tile in own.tiles)
-        shards, syncs = self._keeping.keep(tiles, first_tile, self._regions(configs), strategy)
+        shards, syncs, kept = self._keeping.keep(tiles, first_tile, self._regions(configs), strategy)
         return Plan(
             strategy=strategy,
             graph=self.graph,
@@ -222,6 +222,7 @@ class PlanBuilder:
             order=self._orders.order(strategy),
             own_samples=self.topology.own_samples,
             deliveries=tuple(found),
+            kept=kept,
         )
 
     def delivery(self, position: int, strategy: Strategy) -> Delivery:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, pairwise
 
 from soap.model.batch import sample_dims, samples_of
 from soap.model.graph import OperatorGraph, Tensor, TensorKind
@@ -149,10 +149,13 @@ def _intervals_read(plan: Plan, divided: Mapping[str, int], devices: Collection[
     """(device, input with samples) -> the intervals of samples that tiles there read."""
     found: dict[tuple[int, str], set[Interval]] = {}
     names = divided.keys() & {tensor.name for tensor in _inputs(plan.graph)}
-    for tile in (tile for tile in plan.tiles if tile.device in devices):
-        for operand, box in zip(plan.operator(tile).inputs, with_own_labels(plan.graph, tile).inputs, strict=True):
-            if operand.tensor in names:
-                found.setdefault((tile.device, operand.tensor), set()).add(box[divided[operand.tensor]])
+    for op, (first, behind) in zip(plan.graph.operators, pairwise((*plan.first_tile, len(plan.tiles))), strict=True) if names else ():
+        places = [place for place, operand in enumerate(op.inputs) if operand.tensor in names]
+        for tile in (tile for tile in plan.tiles[first:behind] if tile.device in devices) if places else ():
+            boxes = with_own_labels(plan.graph, tile).inputs
+            for place in places:
+                name = op.inputs[place].tensor
+                found.setdefault((tile.device, name), set()).add(boxes[place][divided[name]])
     return found
 
 

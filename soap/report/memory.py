@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from soap.report.figures import INK, MEMORY_COLOURS, byte_unit, legend_above, new_figure, zoomable
 from soap.report.section import Block, Choice, Contents, Figure, Section, Table
 from soap.simulator.folded import FoldedSimulation
-from soap.simulator.memory.ledger import MemoryCurve
+from soap.simulator.memory.curves import MemoryCurve
 from soap.simulator.simulate import Simulation
 from soap.units import format_bytes
 

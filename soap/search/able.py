@@ -10,6 +10,7 @@ from soap.simulator.draws import Draws
 from soap.strategy.config import Strategy
 
 if TYPE_CHECKING:
+    from soap.simulator.engine import Engine
     from soap.simulator.shared import Shared
 
 
@@ -36,21 +37,8 @@ class Able(Protocol):
     def draws(self) -> Draws | None:
         """Draws of the costs, under which strategies are compared; None: only the most likely costs count."""
 
-    def always_fits(self) -> bool:
-        """True if every strategy of the space fits into memory."""
-
-    def least_overflow_bytes(self, strategy: Strategy) -> int:
-        """A lower bound of the memory that the devices lack, in bytes."""
-
-    def bounds_overflow_bytes(self, strategy: Strategy) -> int:
-        """An upper bound of it, without playing the strategy."""
-
-    def estimated_share(self, strategy: Strategy) -> float | None:
-        """An estimate of the peak by the limit, of the device that is filled most; 0 or infinite where bounds decide. None unless this is
-        the last strategy whose time was asked for."""
+    def fits(self, strategy: Strategy, engine: Engine) -> bool:
+        """Whether a strategy that an engine holds or proposes fits into memory."""
 
     def peak_share(self, strategy: Strategy) -> float:
-        """The same exactly; infinite if a host lacks memory."""
-
-    def probably_lacks(self, strategy: Strategy) -> bool:
-        """Whether devices lack memory by an estimate that has learned from earlier answers."""
+        """The peak by the limit, of the device that is filled most; infinite if a host lacks memory."""

@@ -10,7 +10,8 @@ How the budget of proposals is spent (evaluations of starts do not count):
   relative to the cost at which the chain begins. The first chain's descent first tries reference strategies that were no starts, such as
   data parallelism on fewer devices.
 - If data parallelism does not fit, parameters may be synchronized in the ways that save memory (``sync.SAVING_MEMORY``), unless the options
-  say which ways are allowed; then mixtures that save memory are the first starts, and what certainly lacks memory is none.
+  say which ways are allowed; then mixtures that save memory are the first starts, and what certainly lacks memory is none. Tensor
+  parallelism, stages and micro-batches together (``soap.search.grid``) follow, as far as rough costs find them promising.
 - If no start fits, hosts may keep optimizer states (``soap.search.offloading``), and starts that do so are evaluated as well.
 - If still no start fits, the best one descends until something fits, for the whole budget if need be.
 - Where memory binds, that is if a start that does not fit is faster than those that do, operators may be recomputed
@@ -59,7 +60,7 @@ from soap.search.starts import (
     evaluated,
     starts_of_chains,
 )
-from soap.simulator.simulate import is_large, is_played
+from soap.simulator.simulate import is_large
 from soap.strategy.config import Strategy
 from soap.strategy.named import PIPELINE, named
 from soap.time_limit import TimeIsUp, TimeLimit
@@ -267,19 +268,18 @@ class _Run:
         from soap.search.compiled.runner import CompiledSpace  # imports numba
         from soap.search.tempering import Tempering
 
-        fits = None if able.always_fits() else self._fits
         budgets = sorted((budget for _, budget in lows), reverse=True)
         chains = Tempering(
             CompiledSpace(self.space, self.topology, able.engine_costs, able.optimizer_states, able.draws, able.training, able.shared),
             [low.strategy for low, _ in lows],
-            seed=self.options.seed, budgets=budgets, beta=self.options.beta, fits=fits, cores=self.options.cores, ended=self.stopped,
+            seed=self.options.seed, budgets=budgets, beta=self.options.beta, fits=able.fits, cores=self.options.cores, ended=self.stopped,
         )  # fmt: skip
         allowance = Allowance(sum(budgets), self.options.patience)
         for rounds in chains.rounds():
             for own in rounds:
                 before = self.recorder.best
                 name = lows[own.chain][0].name
-                if own.best is not None and (fits is not None or self._fits(own.best)):  # with ``fits``, the chain has asked
+                if own.best is not None:
                     self.recorder.found(Start(name, own.best, own.best_ns, 0))
                 graph = self.space.graph
                 for entry in own.log:
@@ -289,24 +289,6 @@ class _Run:
                 self._show(len(own.log))
             if allowance.spent:
                 break
-
-    def _fits(self, strategy: Strategy) -> bool:
-        return self._lacks(strategy) == 0
-
-    def _lacks(self, strategy: Strategy) -> int:
-        """The memory that the devices lack, in bytes; of a strategy that is not played, by the bounds for any order alone."""
-        able = self._able
-        if able is not None and not is_played(strategy):
-            return able.bounds_overflow_bytes(strategy)
-        return self.evaluator.overflow_bytes(strategy)
-
-    def _overflow_bytes(self, strategy: Strategy, most: int) -> int | None:
-        """The memory that the devices lack, in bytes; None if a bound shows that it exceeds ``most``, or where that is nothing an
-        estimate."""
-        able = self._able
-        if able is not None and (able.least_overflow_bytes(strategy) > most or (most == 0 and able.probably_lacks(strategy))):
-            return None
-        return self._lacks(strategy)
 
     def _descend(
         self, rng: random.Random, current: Start, openings: Sequence[Strategy], share: int, allowance: Allowance
@@ -330,8 +312,8 @@ class _Run:
         cost_ns, overflow_bytes = self.evaluator.makespan_ns(proposal.strategy), None
         better = False
         if cost_ns < current.cost_ns or not current.fits:  # computing the memory takes longer, so do it only if needed
-            overflow_bytes = self._overflow_bytes(proposal.strategy, current.overflow_bytes)
-            better = overflow_bytes is not None and (overflow_bytes, cost_ns) < current.score
+            overflow_bytes = self.evaluator.overflow_bytes(proposal.strategy)
+            better = (overflow_bytes, cost_ns) < current.score
         self.recorder.proposal(phase, current.name, proposal, cost_ns, overflow_bytes, better)
         allowance.use(improved=better)
         self._show(1)

@@ -11,17 +11,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
-from soap.plan.compression.training import PLAIN
 from soap.search import cuts
+from soap.search.able import Able
 from soap.search.metropolis import Evaluator, Proposal, changed
 from soap.search.record import Recorder
 from soap.search.space import Space
 from soap.strategy.config import OpConfig, Strategy, SyncConfig
 
 if TYPE_CHECKING:
-    from soap.simulator.memory.bound import MemoryBound
+    from soap.simulator.engine import Engine
 
 MAX_POLISHED = 10_000
 """A search polishes its result if all operators together have at most so many structured configurations: a round then takes 1 to 4
@@ -146,6 +146,11 @@ def polish_best(
     engine = engine_for(best.strategy)
     if engine is None:
         return
+    able = cast(Able, evaluator)
+
+    def lacks(strategy: Strategy) -> int:
+        """More than 0 if what the engine proposes lacks memory."""
+        return 0 if able.fits(strategy, cast("Engine", engine)) else 1
 
     def accepted(proposal: Proposal, cost_ns: int) -> None:
         recorder.proposal(MOVE, best.name, proposal, cost_ns, 0, True)
@@ -153,7 +158,6 @@ def polish_best(
     def cut(strategy: Strategy, names: tuple[str, ...], cost_ns: int) -> None:
         accepted(Proposal(strategy, MOVE, names), cost_ns)
 
-    lacks = _quickly(evaluator, engine)
     rounds, improved = cuts.round_count(space), True
     while improved:
         outcome = polish(engine, space, lacks, limit=MAX_ROUNDS * count, accepted=accepted, heed=heed)
@@ -163,26 +167,3 @@ def polish_best(
             rounds -= 1
             improved, compared = cuts.improve_by_cuts(engine, space, lacks, cut)
             recorder.polished += compared
-
-
-def _quickly(evaluator: Evaluator, engine: Proposer) -> Callable[[Strategy], int]:
-    """``overflow_bytes`` for what an engine proposes: more than 0 also if it certainly lacks memory, or is unlikely to fit by an estimate.
-    What is said to fit does so exactly."""
-    memory_of: Callable[[Proposer], MemoryBound] | None = getattr(evaluator, "memory_of", None)
-    if memory_of is None:
-        return evaluator.overflow_bytes
-    from soap.simulator.compiled.memory_tables import FITS, LACKING, UNLIKELY  # imports numba
-
-    memory, training = memory_of(engine), getattr(evaluator, "training", PLAIN)
-
-    def lacks(strategy: Strategy) -> int:
-        verdict = memory.likely()
-        if verdict in (LACKING, UNLIKELY):
-            return 1
-        if verdict == FITS and not training.clips:
-            return 0
-        found = evaluator.overflow_bytes(strategy)
-        memory.told(fits=found == 0)
-        return found
-
-    return lacks

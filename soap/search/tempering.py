@@ -22,7 +22,8 @@ from math import exp
 from threading import Lock
 from typing import NamedTuple
 
-from soap.search.compiled.runner import DEFAULT_WEIGHTS, CompiledChain, CompiledSpace, Logged
+from soap.search.compiled.runner import DEFAULT_WEIGHTS, CompiledChain, CompiledSpace, Fits, Logged
+from soap.simulator.engine import Engine
 from soap.strategy.config import Strategy
 
 ROUND = 100
@@ -64,7 +65,7 @@ class Tempering:
         seed: int,
         budgets: Sequence[int],
         beta: float,
-        fits: Callable[[Strategy], bool] | None = None,
+        fits: Fits | None = None,
         focus: float = FOCUS,
         cores: int | None = None,
         ended: Callable[[], bool] = lambda: False,
@@ -80,7 +81,7 @@ class Tempering:
         for number, (start, budget) in enumerate(zip(starts, budgets, strict=True)):
             start_ns = self.chains[0].start_ns if self.chains else None
             own_seed = random.Random(f"{seed} chain {number}").getrandbits(62)
-            chain = CompiledChain(space, start, seed=own_seed, proposals=budget, start_ns=start_ns, estimating=True)
+            chain = CompiledChain(space, start, seed=own_seed, proposals=budget, start_ns=start_ns)
             self.chains.append(chain)
         self.betas = [beta] * len(self.chains)
         self._ladder = list(range(len(self.chains)))
@@ -182,11 +183,11 @@ def _adapted(moves: Sequence[Mapping[str, tuple[int, int, int, int]]]) -> dict[s
     return {move: weight * min(3.0, max(1 / 3, shares[move] / mean)) for move, weight in DEFAULT_WEIGHTS.items()}
 
 
-def _one_at_a_time(fits: Callable[[Strategy], bool]) -> Callable[[Strategy], bool]:
+def _one_at_a_time(fits: Fits) -> Fits:
     lock = Lock()
 
-    def locked(strategy: Strategy) -> bool:
+    def locked(strategy: Strategy, engine: Engine) -> bool:
         with lock:
-            return fits(strategy)
+            return fits(strategy, engine)
 
     return locked

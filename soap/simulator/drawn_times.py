@@ -29,32 +29,27 @@ def reference_times_ns(outcome: Simulation | FoldedSimulation, draws: Draws) -> 
     return tuple(simulate(drawn.under(draw)).makespan_ns for draw in range(draws.count))
 
 
-def replayed_times_ns(outcome: Simulation | FoldedSimulation, draws: Draws) -> tuple[int, ...]:
-    """The same by compiled code, from the same tasks: of what no engine lowers, or has lowered."""
-    from soap.simulator.replay import Replay  # imports numba
-
-    drawn, replay = DrawnTasks(outcome.tasks, draws, outcome.between_hosts), Replay(outcome.tasks)
-    return tuple(replay.makespan_ns(drawn.times(draw)) for draw in range(draws.count))
-
-
 def drawn_times(simulator: Simulator, strategies: Iterable[Strategy], draws: Draws, *, compiled: bool = True) -> list[DrawnTimes]:
     """The times of each strategy, under the same draws. ``compiled``: by compiled code; else by the reference, which is slower, needs no
     compiler, and gives the same times. StrategyError if a strategy does not fit the graph or the cluster."""
     if not compiled:
         return [_by_reference(simulator.predict(strategy), draws) for strategy in strategies]
-    from soap.simulator.drawn_engine import DrawnEngine  # imports numba
+    from soap.simulator.drawn_engine import DrawnEngine, make_engine  # imports numba
+    from soap.simulator.folded_bound import folded_engine, messages
 
-    engine, found = None, []
+    whole, found = None, []
     for strategy in strategies:
-        folded = simulator.run_folded(strategy) if is_large(strategy) else ""
-        if not isinstance(folded, str):
-            found.append(DrawnTimes(folded.makespan_ns, replayed_times_ns(folded, draws), folded.messages))
-            continue
-        engine = engine or DrawnEngine(simulator.graph, simulator.topology, simulator.costs, draws, simulator.training, simulator.shared)
-        engine.load(strategy)
+        folding = simulator.folding(strategy, nearly=True) if is_large(strategy) else ""
+        if isinstance(folding, str):
+            whole = whole or make_engine(simulator.graph, simulator.topology, simulator.costs, draws, shared=simulator.shared)
+            engine, loaded = whole, strategy
+        else:
+            engine, loaded = folded_engine(folding, simulator.costs, draws), folding.copies.strategy
+        assert isinstance(engine, DrawnEngine)
+        engine.load(loaded)
         engine.simulate()
-        messages = int(np.count_nonzero(engine.played_tasks().bytes))
-        found.append(DrawnTimes(engine.usual_ns, tuple(engine.times_ns().tolist()), messages))
+        sent = int(np.count_nonzero(engine.taken().bytes)) if isinstance(folding, str) else messages(folding, engine)
+        found.append(DrawnTimes(engine.usual_ns, tuple(engine.times_ns().tolist()), sent))
     return found
 
 

@@ -31,7 +31,7 @@ class EngineTables:
         cuts, topology = shared.cuts, shared.topology
         self.variants = Variants(cuts, Geometries(shared.graph, topology, cuts.types, shared.costs, shared.training, shared.codes), draws)
         self._groups = DeviceGroups(shared.communication, shared.cluster_tables)
-        self._templates = Templates(shared.graph, topology, shared.codes, self._groups)
+        self._templates = Templates(shared.graph, shared.communication, shared.codes, self._groups)
         self._given = cast(Tables, (None,) * len(Tables._fields))
         self._known = -1
 

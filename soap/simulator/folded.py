@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeVar
@@ -16,9 +16,9 @@ from soap.simulator.analysis.timeline import collectives_of, critical_path_ns, s
 from soap.simulator.communication.algorithms import Algorithm
 from soap.simulator.communication.allreduce import allreduce_bytes, link_shares, parted_link_bytes
 from soap.simulator.folding import Folding
-from soap.simulator.memory.ledger import MemoryCurve
-from soap.simulator.memory.peaks import MemoryUse, lacking_bytes, memory_use
-from soap.simulator.memory.residency import expected_peaks, memory_over_time, peaks_by_kind
+from soap.simulator.memory.curves import MemoryCurve
+from soap.simulator.memory.peaks import MemoryUse, memory_use, overflow_bytes
+from soap.simulator.memory.sweep import expected_peaks, memory_over_time, peaks_by_kind
 from soap.simulator.tasks import Schedule, Task, TaskGraph, TaskKind
 from soap.simulator.throughput import Throughput, throughput
 
@@ -50,7 +50,7 @@ class FoldedSimulation:
     @cached_property
     def memory(self) -> tuple[MemoryUse, ...]:
         """Peak use of each device of the cluster."""
-        return tuple(self._for_all(self._uses))
+        return tuple(self.folding.for_all(self._uses))
 
     @property
     def memory_over_time(self) -> tuple[MemoryCurve, ...]:
@@ -59,13 +59,13 @@ class FoldedSimulation:
 
     @cached_property
     def peak_bytes(self) -> tuple[int, ...]:
-        """The peak memory to expect on each device of the cluster, with an allowance (``residency.ALLOWANCE``)."""
-        return tuple(self._for_all(self._expected))
+        """The peak memory to expect on each device of the cluster, with an allowance (``sweep.ALLOWANCE``)."""
+        return tuple(self.folding.for_all(self._expected))
 
     @cached_property
     def peak_by_kind(self) -> tuple[dict[str, int], ...]:
-        """What each device's expected peak is made of, in bytes: values, gradients, states, … (``residency.peaks_by_kind``)."""
-        return tuple(self._for_all(peaks_by_kind(self._curves, self._expected)))
+        """What each device's expected peak is made of, in bytes: values, gradients, states, … (``sweep.peaks_by_kind``)."""
+        return tuple(self.folding.for_all(peaks_by_kind(self._curves, self._expected)))
 
     @property
     def host_memory(self) -> tuple[int, ...]:
@@ -74,8 +74,8 @@ class FoldedSimulation:
 
     @cached_property
     def overflow_bytes(self) -> int:
-        """Bytes of memory that the devices lack, added up; 0 if everything fits. See ``peaks.lacking_bytes``."""
-        return lacking_bytes([use.total for use in self.memory], self.topology, lambda: self.peak_bytes)
+        """Bytes of memory that the devices lack, added up; 0 if everything fits."""
+        return overflow_bytes(self.peak_bytes, self.topology)
 
     @property
     def fits(self) -> bool:
@@ -119,7 +119,7 @@ class FoldedSimulation:
         held = np.zeros(small.device_count + len(small.links) + 1, np.int64)
         for task in self.tasks.tasks:
             held[list(task.resources)] += task.held_ns
-        devices = self._for_all([*held[: small.device_count].tolist(), 0])
+        devices = self.folding.for_all([*held[: small.device_count].tolist(), 0])
         links = held[small.device_count :][self._stand_in].tolist()
         names = [device.name for device in self.topology.devices] + [link.name for link in self.topology.links]
         return dict(zip(names, devices + links, strict=True))
@@ -158,7 +158,7 @@ class FoldedSimulation:
     @cached_property
     def _expected(self) -> tuple[int, ...]:
         """The expected peaks of the small topology's devices and of an idle one."""
-        return expected_peaks(self._curves, self._uses)
+        return expected_peaks([curve.peak_bytes for curve in self._curves], self._uses)
 
     @cached_property
     def _uses(self) -> tuple[MemoryUse, ...]:
@@ -175,15 +175,6 @@ class FoldedSimulation:
         local, found = self.folding.local, self.folding.alike.copy()
         found[local[LEFT:]] = found[local[1]]
         return np.where(found < 0, len(self.folding.topology.links), found)
-
-    def _for_all(self, values: Sequence[T]) -> list[T]:
-        """One value per device of the cluster. ``values``: one per device of the small topology, then one for idle devices."""
-        found = [values[-1]] * self.topology.device_count
-        rank = {device: i for i, device in enumerate(self.folding.copies.devices)}
-        for copy, devices in enumerate(self.folding.copies.images.tolist()):
-            for device, alike in zip(devices, self.folding.copies.images[min(copy, 1)].tolist(), strict=True):
-                found[device] = values[rank[alike]]
-        return found
 
     @cached_property
     def _copy(self) -> list[int]:
@@ -220,4 +211,4 @@ class FoldedSimulation:
     @cached_property
     def _with_an_idle_device(self) -> TaskGraph:
         """The tasks of two copies, with one more device, which represents all idle devices."""
-        return replace(self.tasks, plan=replace(self.tasks.plan, device_count=self.tasks.plan.device_count + 1))
+        return replace(self.tasks, plan=self.folding.with_an_idle_device(self.tasks.plan))

@@ -1,40 +1,36 @@
-"""An upper bound of the memory that a folded strategy needs, and its time, without a plan."""
+"""Engines of the two copies of a folded strategy, and what these tell of all copies: the memory that they need at most, without a plan."""
 
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from soap.simulator.costs import CostModel
+from soap.simulator.drawn_engine import make_engine
+from soap.simulator.draws import Draws
 from soap.simulator.engine import Engine
-from soap.simulator.folded_prices import FoldedCosts
 from soap.simulator.folding import Folding
-from soap.simulator.memory.bound import MemoryBound
-from soap.simulator.memory.residency import ALLOWANCE
+from soap.simulator.shared import Shared
 
 
-def folded_engine(folding: Folding, costs: CostModel) -> Engine:
-    """An engine that holds the two copies. ``costs``: of the whole graph."""
-    own, training = FoldedCosts(folding.graph, costs), folding.builder.training
-    engine = Engine(folding.copies.graph, folding.topology, own, folding.communication, training=training)
-    engine.load(folding.copies.strategy)
-    return engine
+def folded_engine(folding: Folding, costs: CostModel, draws: Draws | None = None) -> Engine:
+    """An engine, with draws if there are any, for ``folding.copies.strategy``, and for those of foldings that are ``alike``."""
+    shared = Shared(folding.copies.graph, folding.topology, costs, folding.builder.training, folding.communication)
+    return make_engine(shared.graph, shared.topology, costs, draws, shared.training, shared, folding.between_hosts)
 
 
-def most_bytes(folding: Folding, engine: Engine, optimizer_states: int) -> NDArray[np.int64]:
-    """[copy 0 or 1, device]: what a device holds at most at its peak, in the order of micro-batches, with an allowance.
-    ``engine``: holds the two copies."""
-    bound = MemoryBound(engine, engine.topology.memory_limits, optimizer_states)
-    in_order = np.ceil((1 + ALLOWANCE) * np.array(bound.in_order_bytes(), np.int64)).astype(np.int64)
-    in_any_order = np.array([most for _, most in bound.bounds_bytes()], np.int64)
-    found: NDArray[np.int64] = np.minimum(in_order, in_any_order)
-    return found[np.searchsorted(folding.copies.devices, folding.copies.images[:2])]
+def alike(one: Folding, other: Folding) -> bool:
+    """Whether both have the same two copies of the graph, on links that stand for the same ones, so that one engine may hold either."""
+    mine, theirs = one.communication, other.communication
+    same = one.builder is other.builder and one.topology == other.topology
+    return same and mine.common == theirs.common and mine.groups == theirs.groups
 
 
-def most_overflow_bytes(folding: Folding, engine: Engine, optimizer_states: int) -> int:
-    """Bytes by which upper bounds exceed the devices' memory, in all copies; 0 if everything certainly fits. Devices that no copy uses hold
-    the batch alone, as others do. ``engine``: holds the two copies."""
-    limits = np.array(folding.whole.memory_limits)[folding.copies.images]
-    limits[1] = limits[1:].min(axis=0)  # it stands for all the others
-    first, other = np.maximum(0, most_bytes(folding, engine, optimizer_states) - limits[:2]).sum(axis=1).tolist()
-    return int(first + (folding.count - 1) * other)
+def messages(folding: Folding, engine: Engine) -> int:
+    """Communications in an iteration, of all copies. ``engine``: has played the two copies. What holds nothing but devices and links of
+    copy 1 stands for the same in all copies but the first."""
+    small, images = folding.topology, folding.copies.images
+    mine = np.append(np.searchsorted(folding.copies.devices, images[1]), small.device_count + folding.alike[folding.local[1]])
+    own = engine.taken()
+    count, elsewhere = np.diff(own.held_ptr), np.append(0, np.cumsum(~np.isin(own.held, mine)))
+    inside = (count > 0) & (np.diff(elsewhere[own.held_ptr]) == 0)
+    return int(np.count_nonzero(own.bytes) + (folding.count - 2) * np.count_nonzero(inside & (own.bytes > 0)))

@@ -1,18 +1,14 @@
-"""Prices of a folded strategy: what sums over all copies cost on the small topology, and tiles of two copies' graph (``folding``)."""
+"""Prices of a folded strategy: what sums over all copies cost on the small topology (``folding``)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from soap.cluster.topology import DeviceType, Topology
-from soap.model.graph import OperatorGraph
-from soap.plan.tiling import Tile
-from soap.simulator.communication.allreduce import allreduce_bytes
+from soap.cluster.topology import Topology
+from soap.plan.syncs.represented import Represented
 from soap.simulator.communication.options import AllReduceOption
 from soap.simulator.communication.prices import Communication
-from soap.simulator.costs import CostModel, half_ns, launch_ns, light_ns
-from soap.strategy.division import Half
 
 
 @dataclass(frozen=True)
@@ -30,14 +26,19 @@ class CommonSums:
 class FoldedCommunication(Communication):
     """Prices of communication on the small topology. A sum over both copies costs what the sum over all copies does.
 
-    ``common``: devices of the small topology -> the sum over all copies.
+    ``common``: devices of the small topology -> the sum over all copies. ``represented``: the devices for which those of the small
+    topology stand.
     """
 
     def __init__(
-        self, topology: Topology, common: Mapping[tuple[int, ...], CommonSums], groups: Sequence[tuple[int, ...]] = ()
+        self,
+        topology: Topology,
+        common: Mapping[tuple[int, ...], CommonSums],
+        groups: Sequence[tuple[int, ...]],
+        represented: Represented,
     ) -> None:
         super().__init__(topology)
-        self.common, self.groups = common, groups
+        self.common, self.groups, self.represented = common, groups, represented
 
     def allreduce_options(self, devices: tuple[int, ...]) -> tuple[AllReduceOption, ...]:
         """The options for an all-reduce over these devices of the small topology."""
@@ -49,49 +50,11 @@ class FoldedCommunication(Communication):
         common = self.common.get(devices)
         return super().parted_options(devices) if common is None else common.parted
 
-    def allreduce_bytes(self, reduced_bytes: int, devices: tuple[int, ...]) -> int:
-        """Bytes on all hops together."""
+    def members(self, devices: tuple[int, ...]) -> int:
+        """How many devices of all copies sum where these do."""
         common = self.common.get(devices)
-        return allreduce_bytes(reduced_bytes, len(devices if common is None else common.devices))
+        return len(devices if common is None else common.devices)
 
-
-@dataclass(frozen=True)
-class FoldedCosts:
-    """A cost model that is asked about tiles of two copies' graph, and passes the question on with the whole graph."""
-
-    graph: OperatorGraph
-    costs: CostModel
-
-    @property
-    def description(self) -> str:
-        """Where the numbers come from."""
-        return self.costs.description
-
-    @property
-    def hash(self) -> str:
-        """As the cost model's own."""
-        return self.costs.hash
-
-    def forward_ns(self, graph: OperatorGraph, tile: Tile, device: DeviceType) -> int:
-        """Forward pass of a tile."""
-        return self.costs.forward_ns(self.graph, tile, device)
-
-    def backward_ns(self, graph: OperatorGraph, tile: Tile, device: DeviceType) -> int:
-        """Backward pass of a tile."""
-        return self.costs.backward_ns(self.graph, tile, device)
-
-    def light_ns(self, graph: OperatorGraph, tile: Tile, device: DeviceType) -> int:
-        """Forward pass of a tile without its product."""
-        return light_ns(self.costs, self.graph, tile, device)
-
-    def half_ns(self, graph: OperatorGraph, tile: Tile, device: DeviceType, half: Half) -> int:
-        """Input or weight gradients of a tile that has both."""
-        return half_ns(self.costs, self.graph, tile, device, half)
-
-    def launch_ns(self, graph: OperatorGraph, tile: Tile, device: DeviceType, *, backward: bool) -> int:
-        """Launching one pass of a tile."""
-        return launch_ns(self.costs, self.graph, tile, device, backward=backward)
-
-    def update_ns(self, parameter_bytes: int, device: DeviceType) -> int:
-        """Optimizer update of a shard."""
-        return self.costs.update_ns(parameter_bytes, device)
+    def places(self, sharing: tuple[int, ...]) -> Sequence[Sequence[int]]:
+        """For each of the devices that share what they own in parts, the places of those for which it stands among all that do."""
+        return [own.tolist() for own in self.represented.places(sharing)]

@@ -39,8 +39,9 @@ same shards, because distinct sets of devices of two copies correspond to distin
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import chain, permutations
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,8 +63,14 @@ from soap.strategy.config import Strategy
 
 MOST_BUILDERS = 8
 """So many divisions of operators among copies are remembered."""
+MOST_FOLDINGS = 4
+"""And so many foldings."""
+
+DECIDING = tuple(field.name for field in fields(Strategy) if field.name not in ("operators", "prefetch"))
+"""Fields of a strategy that decide about its copies, beside where its operators are."""
 
 Ints = NDArray[np.int64]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -72,11 +79,11 @@ class Folding:
 
     ``graph``, ``whole``: the whole graph and cluster. ``topology``: the small one: the devices of both copies, the links between them, and
     one link for each set of links that the same common sums hold. ``lowering.lower`` takes ``plan`` with ``topology`` and
-    ``communication``; an ``Engine`` takes ``copies.graph`` and ``copies.strategy`` instead, with ``FoldedCosts``. ``local[copy, number]``:
+    ``communication``; an ``Engine`` takes ``copies.graph`` and ``copies.strategy`` instead. ``local[copy, number]``:
     links of the cluster; one column has corresponding links. ``alike``: link of the cluster -> the link of the small topology that
     represents it, -1 if it is never held. ``between_hosts``: by link of the small topology, whether any of those that it represents leads
-    from one host to others (``draws.links_between_hosts`` of the whole cluster). ``builder``: of plans of two copies. ``has_parts``:
-    whether readers own parts of what is synchronized. ``exact``: whether the others do exactly as copy 1: these parts are equal.
+    from one host to others (``draws.links_between_hosts`` of the whole cluster). ``builder``: of plans of two copies. ``exact``:
+    whether the others do exactly as copy 1: what readers own in parts are equal ones.
     """
 
     graph: OperatorGraph
@@ -84,21 +91,33 @@ class Folding:
     copies: Copies
     topology: Topology
     builder: PlanBuilder
-    has_parts: bool
     exact: bool
     communication: FoldedCommunication
     local: Ints
     alike: Ints
     between_hosts: NDArray[np.bool_]
-    represented: Represented
 
     @property
     def plan(self) -> Plan:
         """The plan of two copies, with the whole graph, made whenever it is asked for."""
         builder, strategy = self.builder, self.copies.strategy
         if strategy.microbatches > 1:  # whose plans are large, and nothing of them is kept
-            builder = PlanBuilder(builder.graph, builder.topology, builder.training, represented=self.represented)
+            builder = PlanBuilder(builder.graph, builder.topology, builder.training, represented=self.communication.represented)
         return replace(builder.build(strategy), graph=self.graph)
+
+    @staticmethod
+    def with_an_idle_device(plan: Plan) -> Plan:
+        """A plan of two copies with one more device, which represents all idle devices."""
+        return replace(plan, device_count=plan.device_count + 1)
+
+    def for_all(self, values: Sequence[T]) -> list[T]:
+        """One value per device of the cluster. ``values``: one per device of the small topology, then one for idle devices."""
+        found = [values[-1]] * self.whole.device_count
+        rank = {device: i for i, device in enumerate(self.copies.devices)}
+        for copy, devices in enumerate(self.copies.images.tolist()):
+            for device, alike in zip(devices, self.copies.images[min(copy, 1)].tolist(), strict=True):
+                found[device] = values[rank[alike]]
+        return found
 
     @property
     def count(self) -> int:
@@ -108,11 +127,27 @@ class Folding:
 
 class CopiesBuilders:
     """The builders of plans of two copies of one graph on one cluster, the last ones: strategies that divide operators alike share one, and
-    so what their plans have in common."""
+    so what their plans have in common. And the last foldings, for strategies that differ in what does not decide about copies."""
 
     def __init__(self, graph: OperatorGraph, topology: Topology, training: PlannedTraining = PLAIN) -> None:
         self.graph, self.topology, self.training = graph, topology, training
         self._known: list[tuple[Ints, PlanBuilder]] = []
+        self._folded: list[tuple[Strategy, Folding]] = []
+
+    def add(self, strategy: Strategy, folding: Folding) -> None:
+        """Remember a folding of a strategy."""
+        self._folded = [(strategy, folding), *self._folded][:MOST_FOLDINGS]
+
+    def again(self, strategy: Strategy) -> Folding | None:
+        """The folding of a strategy that places everything as one that was added, and has other marks or another prefetch; else None."""
+        for known, folding in self._folded:
+            same = all(getattr(known, name) == getattr(strategy, name) for name in DECIDING)
+            changed = {name: config for name, config in strategy.operators.items() if config is not known.operators[name]}
+            if same and all(config.placed_like(known.operators[name]) is config for name, config in changed.items()):
+                own = folding.copies.strategy.operators
+                placed = {**own, **{name: config.placed_like(own[name]) for name, config in changed.items()}}
+                return replace(folding, copies=replace(folding.copies, strategy=replace(strategy, operators=placed)))
+        return None
 
     def builder(self, copies: Copies, before: Topology) -> PlanBuilder:
         """The builder for two copies on ``before``, these devices' part of the cluster."""
@@ -130,11 +165,10 @@ def fold(
     strategy: Strategy,
     training: PlannedTraining = PLAIN,
     *,
-    nearly: bool = False,
     builders: CopiesBuilders | None = None,
 ) -> Folding | str:
-    """The strategy folded over as many copies as possible, or the reason why it cannot be folded, in one line. It must be legal.
-    ``nearly``: also if that is not exact. ``builders``: of the same graph, cluster and training."""
+    """The strategy folded over as many copies as possible, perhaps not exactly, or the reason why it cannot be folded, in one line. It must
+    be legal. ``builders``: of the same graph, cluster and training."""
     for sync in strategy.parameters.values():
         if sync.contract.folding or sync.offload:
             return sync.contract.folding or "optimizer states are offloaded"
@@ -146,6 +180,9 @@ def fold(
         return "communication costs the devices CPU overhead"
     if topology.cold_penalty != NO_COLD_PENALTY:
         return "devices have a cold penalty after a wait"
+    builders = builders or CopiesBuilders(graph, topology, training)
+    if (known := builders.again(strategy)) is not None:
+        return known
     no_copies: list[str] = []
     unlike_copies: list[str] = []
     for count in candidates(strategy):
@@ -153,8 +190,9 @@ def fold(
         try:
             copies = find_copies(graph, strategy, count)
             reasons = unlike_copies
-            found = _Folding(copies, builders or CopiesBuilders(graph, topology, training)).fold()
-            return found if nearly or found.exact else "readers own unequal parts of parameters"
+            found = _Folding(copies, builders).fold()
+            builders.add(strategy, found)
+            return found
         except UnfoldableError as error:
             reasons.append(str(error))
     return next(iter(unlike_copies + no_copies), f"at most {LEFT} devices in use")
@@ -206,9 +244,8 @@ class _Folding:
         represented = alike >= 0
         np.logical_or.at(between, alike[represented], self._between[represented])
         exact = not any(not box or (box[0][1] - box[0][0]) % len(self._represented.everyone(readers)) for box, readers in owned)
-        communication, links = FoldedCommunication(small, common, tuple(every)), (local, alike, between)
-        planned = builder, bool(owned), exact
-        return Folding(self.graph, self.topology, self.copies, small, *planned, communication, *links, self._represented)
+        communication = FoldedCommunication(small, common, tuple(every), self._represented)
+        return Folding(self.graph, self.topology, self.copies, small, builder, exact, communication, local, alike, between)
 
     def _check_devices(self) -> None:
         devices = self.topology.devices

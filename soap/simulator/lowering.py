@@ -17,7 +17,7 @@ its own tiles (except that tiles that wait for no other run right before their f
   end.
 
 The runtime joins consecutive tiles between which nothing arrives or leaves (``program``), and then waits for all gradients that the joined
-tiles need. The simulator takes tile by tile; predicted memory is that of joined ones (``memory.as_run``).
+tiles need. The simulator takes tile by tile; predicted memory is that of joined ones (``memory.rank_times``).
 
 With micro-batches each device runs its passes one after the other in a given order (``Plan.order``): each waits for the one before. If the
 order has backward passes in two (``strategy.division``), weight gradients wait for input gradients, and what keeps parameters in step for
@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 from soap.cluster.topology import Topology
 from soap.model.regions import Box
@@ -59,7 +60,7 @@ from soap.simulator.communication.synchronizing import Synchronization
 from soap.simulator.costs import CostModel, half_ns, launch_ns, light_ns
 from soap.simulator.second_runs import AGAIN, Need, SecondRuns
 from soap.simulator.task_list import BACKWARD, COUNT, FORWARD, WEIGHTS, TaskList
-from soap.simulator.tasks import GRADIENTS, TaskGraph, TaskKind
+from soap.simulator.tasks import GRADIENTS, TaskGraph, TaskKind, TaskPlaces
 
 __all__ = ["PlanBuilder", "build_plan", "lower"]
 
@@ -82,7 +83,8 @@ def lower(
     lowering.backward(synchronization.gather)
     lowering.keep_order()
     synchronization.synchronize(lowering.backward_tasks | lowering.weights_tasks)
-    return TaskGraph(plan, topology, tasks.in_order())
+    ordered, places = tasks.in_order()
+    return TaskGraph(plan, topology, ordered, lowering.places(places))
 
 
 NAMES = {
@@ -100,8 +102,9 @@ class _Lowering:
     """The state of one lowering.
 
     ``_forward``, ``backward_tasks``, ``weights_tasks``: tile -> its task. ``_reduced``: reduction -> the tasks that its sum is ready after.
-    ``_brought``: part -> the task that brings it. ``_arrivals``: tile -> the tasks that bring what it reads; ``_arrivals_back``: to its
-    backward pass, of parameters. ``_gradients``: holding -> the tasks that make or bring parts of its gradient; empty if it gets none.
+    ``_brought``: part -> the task that brings it. ``_returned``: first part of a carrier -> the task of its gradients. ``_sums``: reduction
+    -> its task, and that of its gradients. ``_arrivals``: tile -> the tasks that bring what it reads; ``_arrivals_back``: to its backward
+    pass, of parameters. ``_gradients``: holding -> the tasks that make or bring parts of its gradient; empty if it gets none.
     """
 
     def __init__(self, plan: Plan, costs: CostModel, tasks: TaskList) -> None:
@@ -112,6 +115,8 @@ class _Lowering:
         self._reduced: dict[int, tuple[int, ...]] = {}
         self._gradients: list[list[int]] = [[] for _ in plan.holdings]
         self._brought: dict[Part, int] = {}
+        self._returned: dict[Part, int] = {}
+        self._sums: tuple[dict[int, int], dict[int, int]] = {}, {}
         self._arrivals: list[list[int]] = [[] for _ in plan.tiles]
         self._arrivals_back: dict[int, list[int]] = {}
         self._index = PlanPlaces(plan)
@@ -168,6 +173,13 @@ class _Lowering:
         for found in by_device.values():
             for (*_, before), (*_, after) in pairwise(sorted(found)):
                 self._list.wait_also(after, (before,))
+
+    def places(self, order: Sequence[int]) -> TaskPlaces:
+        """Which task is for what. ``order``: by task, where it is in the end."""
+        own, sums = self._second, self._sums
+        needs = {tile: need.task for tile, need in own.needs.items()}
+        found: tuple[Mapping[Any, int], ...] = (needs, own.away, own.back, self._brought, self._returned, *sums)
+        return TaskPlaces(*({key: order[task] for key, task in each.items()} for each in found))
 
     def _backward_tiles(self, position: int) -> None:
         arrivals: dict[int, list[int]] = {}
@@ -247,6 +259,7 @@ class _Lowering:
             active = carrier.parts  # a device without a gradient takes part with zeros
         after = {task for tasks in found.values() for task in tasks}
         task = self._carrier_task(carrier, active, after, gradient=True)
+        self._returned[carrier.parts[0]] = task
         holdings = [holding for *_, holding in remote_parts(self.plan, active)]
         for holding in holdings:
             self._gradients[holding].append(task)
@@ -289,14 +302,16 @@ class _Lowering:
         after = tuple(self._forward[tile] for tile in reduction.tiles)
         self._reduced[place] = after
         if len(reduction.devices) > 1:
-            self._reduced[place] = (self._reduce_task(reduction, after, gradient=False),)
+            self._sums[0][place] = task = self._reduce_task(reduction, after, gradient=False)
+            self._reduced[place] = (task,)
 
     def _reduced_gradient(self, place: int) -> tuple[int, ...]:
         """The tasks that give every tile of the group the gradient of the sum; empty if there is no gradient."""
         reduction = self.plan.reductions[place]
         after = tuple(task for held in self._index.of_reduction[place] for task in self._gradients[held])
         if len(reduction.devices) > 1 and after:
-            return (self._reduce_task(reduction, after, gradient=True),)
+            self._sums[1][place] = task = self._reduce_task(reduction, after, gradient=True)
+            return (task,)
         return after
 
     def _count_labels(self, position: int) -> None:

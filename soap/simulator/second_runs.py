@@ -43,7 +43,8 @@ class Need(NamedTuple):
 
 class SecondRuns:
     """Adds needs and second runs while the backward pass is lowered, last operator first. ``backward``: tile -> its backward task, for the
-    tiles that have one so far. ``compute``: adds the task of a second run, after these tasks."""
+    tiles that have one so far. ``compute``: adds the task of a second run, after these tasks. ``needs``, ``away``, ``back``: by tile, its
+    need, and its copies to the host and back."""
 
     def __init__(
         self, plan: Plan, tasks: TaskList, backward: Mapping[int, int], compute: Callable[[Tile, Iterable[int]], int]
@@ -51,7 +52,9 @@ class SecondRuns:
         self._plan, self._list, self._backward, self._compute = plan, tasks, backward, compute
         self._marked, self._away = plan.recomputed_operators, plan.offloading_operators
         self._claims: dict[int, list[Need]] = {}
-        self._needs: dict[int, Need] = {}
+        self.needs: dict[int, Need] = {}
+        self.away: dict[int, int] = {}
+        self.back: dict[int, int] = {}
         self._again: dict[int, int] = {}
 
     def note_fetch(self, number: int) -> None:
@@ -66,8 +69,8 @@ class SecondRuns:
             held = self._plan.holdings[holding]
             together = self._needed_together(held.tile)
             for tile, _ in fetch.consumers:
-                if links and held.reduction is None and tile in self._needs and self._plan.tiles[tile].operator in together:
-                    self._claim(holding, self._needs[tile])
+                if links and held.reduction is None and tile in self.needs and self._plan.tiles[tile].operator in together:
+                    self._claim(holding, self.needs[tile])
                 elif carries and tile in self._backward:
                     self._claim(holding, Need(self._precedence(tile), self._backward[tile]))
 
@@ -111,24 +114,26 @@ class SecondRuns:
         after = {claim.task for claim in claims if claim.precedence == precedence}
         place = (BACKWARD, len(self._plan.graph.operators) - 1 - tile.operator, NEED, tile.index, 0, 0)
         need = self._list.add(place, need_name(self._plan.operator(tile), tile), TaskKind.RECOMPUTE, (), NEED_NS, after)
-        self._needs[number] = Need(precedence, need)
+        self.needs[number] = Need(precedence, need)
         if tile.operator in self._away:
-            return [self._copies(tile, next(iter(ready)), need)]
+            self.away[number], self.back[number] = self._copies(tile, next(iter(ready)), need)
+            return [self.back[number]]
         self._again[number] = self._compute(tile, (*ready, need))
         return [self._again[number]]
 
-    def _copies(self, tile: Tile, forward: int, need: int) -> int:
-        """Add the copies of what a tile keeps, to its host behind its forward pass and back at its need; returns the latter."""
+    def _copies(self, tile: Tile, forward: int, need: int) -> list[int]:
+        """Add the copies of what a tile keeps, to its host behind its forward pass and back at its need; returns both."""
         plan, topology, op = self._plan, self._list.topology, self._plan.operator(tile)
-        link, after, back = host_link(topology, tile.device), [forward], len(plan.graph.operators) - 1 - tile.operator
+        link, made, back = host_link(topology, tile.device), [forward], len(plan.graph.operators) - 1 - tile.operator
         duration = copy_ns(away_bytes(plan.graph, tile), link)
         for place, name, held, own in (
             (DOWN, kept_to_host_name(op, tile), link.down, (FORWARD, tile.operator, AWAY, tile.index, 0, 0)),
             (UP, kept_from_host_name(op, tile), link.up, (BACKWARD, back, AGAIN, tile.index, 0, 0)),
         ):
             resources = (offload_resource(topology, tile.device, place), *(topology.device_count + number for number in held))
-            after = [self._list.add(own, name, TaskKind.COPY, resources, duration, after), need]
-        return after[0]
+            after = made if place == DOWN else [made[-1], need]
+            made.append(self._list.add(own, name, TaskKind.COPY, resources, duration, after))
+        return made[1:]
 
     def link(self) -> None:
         """Let second runs wait for those whose outputs they read. Call it when all are there."""

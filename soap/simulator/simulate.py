@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from math import inf
@@ -27,25 +27,24 @@ from soap.simulator.draws import links_between_hosts
 from soap.simulator.folded import FoldedSimulation
 from soap.simulator.folding import CopiesBuilders, Folding, fold
 from soap.simulator.lowering import PlanBuilder, lower
+from soap.simulator.memory.curves import MemoryCurve
 from soap.simulator.memory.hosts import host_use, lacking_on_hosts
-from soap.simulator.memory.ledger import MemoryCurve
-from soap.simulator.memory.peaks import MemoryUse, lacking_bytes, memory_use, overflow_bytes
-from soap.simulator.memory.residency import expected_peaks, memory_over_time, peaks_by_kind
+from soap.simulator.memory.peaks import MemoryUse, memory_use, overflow_bytes
+from soap.simulator.memory.plan_arrays import plan_arrays
+from soap.simulator.memory.sweep import expected_peaks, memory_over_time, peaks_by_kind, swept, with_allowance
 from soap.simulator.reference import simulate
 from soap.simulator.tasks import Schedule, TaskGraph, TaskKind
 from soap.simulator.throughput import Throughput, throughput
 from soap.strategy.config import Strategy
 
 if TYPE_CHECKING:
+    from soap.simulator.engine import Engine
     from soap.simulator.shared import Shared
 
 CACHED_STRATEGIES = 4096
 """How many answers of ``Simulator.cost`` are kept; each is two numbers and a key."""
 
 KEPT_FOLDED = 8
-
-MOST_PLAYED_TILES = 2**10
-"""See ``is_played``."""
 
 REFUSED_BYTES = 2**60
 """What searches are told is lacking for a plan by which the training cannot clip: more than any cluster lacks, so it is never taken."""
@@ -55,10 +54,6 @@ MOST_PLANNED_TILES = 2**16
 
 MANY_TILES = 2**14
 """A strategy with this many tiles or more is folded if possible: simulating all of it would take seconds."""
-
-FOLDED_TILES = 2**11
-"""A strategy with this many tiles or more is folded if possible where only its memory is asked for: the plan of all tiles, played, takes a
-second."""
 
 MOST_KEPT_TASKS = 2**18
 """Folded outcomes of more tasks are not kept: each takes gigabytes."""
@@ -109,19 +104,18 @@ class Simulation:
 
     @cached_property
     def peak_bytes(self) -> tuple[int, ...]:
-        """The peak memory to expect on each device, with an allowance (``residency.ALLOWANCE``)."""
-        return expected_peaks(self.memory_over_time, self.memory)
+        """The peak memory to expect on each device, with an allowance (``sweep.ALLOWANCE``)."""
+        return expected_peaks([curve.peak_bytes for curve in self.memory_over_time], self.memory)
 
     @cached_property
     def peak_by_kind(self) -> tuple[dict[str, int], ...]:
-        """What each device's expected peak is made of, in bytes: values, gradients, states, … (``residency.peaks_by_kind``)."""
+        """What each device's expected peak is made of, in bytes: values, gradients, states, … (``sweep.peaks_by_kind``)."""
         return peaks_by_kind(self.memory_over_time, self.peak_bytes)
 
     @cached_property
     def overflow_bytes(self) -> int:
-        """Bytes of memory that devices and hosts lack, added up; 0 if everything fits. See ``peaks.lacking_bytes``."""
-        on_devices = lacking_bytes([use.total for use in self.memory], self.tasks.topology, lambda: self.peak_bytes)
-        return on_devices + lacking_on_hosts(self.host_memory, self.topology)
+        """Bytes of memory that devices and hosts lack, added up; 0 if everything fits."""
+        return overflow_bytes(self.peak_bytes, self.topology) + lacking_on_hosts(self.host_memory, self.topology)
 
     @cached_property
     def host_memory(self) -> tuple[int, ...]:
@@ -192,7 +186,7 @@ class Simulator:
         self._parameters = {parameter.name: None for parameter in graph.parameters}
         self._builder = PlanBuilder(graph, topology, training)
         self._answers: OrderedDict[Hashable, tuple[int, int]] = OrderedDict()
-        self._folded: OrderedDict[Hashable, FoldedSimulation | str] = OrderedDict()
+        self._folded: OrderedDict[Hashable, FoldedSimulation] = OrderedDict()
         self._foldings: OrderedDict[Hashable, Folding | str] = OrderedDict()
         self._copies_builders = CopiesBuilders(graph, topology, training)
 
@@ -219,27 +213,25 @@ class Simulator:
     def predict(self, strategy: Strategy) -> Simulation | FoldedSimulation:
         """The full outcome, folded if the strategy has at least ``MANY_TILES`` tiles and can be folded, or nearly so: then times and memory
         may be above those of all devices, by little."""
-        folded = self._folded_or_nearly(strategy) if is_large(strategy) else ""
+        folded = self.run_folded(strategy, nearly=True) if is_large(strategy) else ""
         return self.run(strategy) if isinstance(folded, str) else folded
-
-    def _folded_or_nearly(self, strategy: Strategy) -> FoldedSimulation | str:
-        """The full outcome from two copies that are equal, or else nearly so; or why that cannot be."""
-        folded = self.run_folded(strategy)
-        return self.run_folded(strategy, nearly=True) if isinstance(folded, str) else folded
 
     def outcome(self, strategy: Strategy) -> Simulation | FoldedSimulation | None:
         """``predict``; None if the strategy is large and cannot be folded: to play all of it takes minutes."""
-        folded = self._folded_or_nearly(strategy) if is_large(strategy) else self.run(strategy)
+        folded = self.run_folded(strategy, nearly=True) if is_large(strategy) else self.run(strategy)
         return None if isinstance(folded, str) else folded
 
     def run_folded(self, strategy: Strategy, *, nearly: bool = False) -> FoldedSimulation | str:
         """The full outcome from two of many equal copies, or the reason why it cannot be folded, in one line. Keeps the last answers.
         ``nearly``: see ``folding``."""
-        key = self.key(strategy), nearly
+        folding, key = self.folding(strategy, nearly=nearly), self.key(strategy)
+        if isinstance(folding, str):
+            return folding
         found = self._folded.get(key)
         if found is None:
-            found = self._run_folding(self.folding(strategy, nearly=nearly))
-            if isinstance(found, str) or len(found.tasks.tasks) <= MOST_KEPT_TASKS:
+            tasks = lower(folding.plan, folding.topology, self.costs, folding.communication)
+            found = FoldedSimulation(folding, tasks, simulate(tasks), self.optimizer_states)
+            if len(tasks.tasks) <= MOST_KEPT_TASKS:
                 self._folded[key] = found
             if len(self._folded) > KEPT_FOLDED:
                 self._folded.popitem(last=False)
@@ -248,20 +240,14 @@ class Simulator:
     def folding(self, strategy: Strategy, *, nearly: bool = False) -> Folding | str:
         """A strategy as two of many equal copies, or the reason why it cannot be folded, in one line. Keeps the last answers.
         ``nearly``: copy 1 may own some rows more than others; then times and memory may be above those of all devices, by little."""
-        strategy.validate(self.graph, self.topology.device_count)
-        key = self.key(strategy), nearly
-        if key not in self._foldings:
-            own = self.graph, self.topology, strategy, self.training
-            self._foldings[key] = fold(*own, nearly=nearly, builders=self._copies_builders)
+        key = self.key(strategy)
+        found = self._foldings.get(key)
+        if found is None:
+            strategy.validate(self.graph, self.topology.device_count)
+            found = self._foldings[key] = fold(self.graph, self.topology, strategy, self.training, builders=self._copies_builders)
             if len(self._foldings) > KEPT_FOLDED:
                 self._foldings.popitem(last=False)
-        return self._foldings[key]
-
-    def _run_folding(self, folding: Folding | str) -> FoldedSimulation | str:
-        if isinstance(folding, str):
-            return folding
-        tasks = lower(folding.plan, folding.topology, self.costs, folding.communication)
-        return FoldedSimulation(folding, tasks, simulate(tasks), self.optimizer_states)
+        return found if nearly or isinstance(found, str) or found.exact else "readers own unequal parts of parameters"
 
     def cost(self, strategy: Strategy) -> tuple[int, int]:
         """(makespan in ns, bytes of memory that are lacking): what a search compares. Recent strategies are not simulated again. Of a plan
@@ -281,47 +267,52 @@ class Simulator:
         return self.cost(strategy)[0]
 
     def overflow_bytes(self, strategy: Strategy) -> int:
-        """The second half of ``cost``, found without a simulation if the bounds for any order fit."""
-        answer = self._answers.get(self.key(strategy))
-        if answer is not None:
-            return answer[1]
-        folded = self._folded_memory(strategy)
-        if not isinstance(folded, str):
-            return folded.overflow_bytes
-        plan = self._builder.build(strategy)
-        if _is_refused(plan):
-            return REFUSED_BYTES
-        uses = memory_use(plan, self.optimizer_states)
-        on_devices = lacking_bytes(
-            [use.total for use in uses], self.topology, lambda: expected_peaks(self._played(plan).memory_over_time, uses)
-        )
-        return on_devices + self._lacking_on_hosts(plan)
+        """The second half of ``cost``."""
+        return self.cost(strategy)[1]
 
     def peak_share(self, strategy: Strategy) -> float:
         """The expected peak by the limit, of the device that is filled most; infinite if hosts lack memory, or the training cannot clip."""
-        folded = self._folded_memory(strategy)
-        outcome = self.run(strategy) if isinstance(folded, str) else folded
+        outcome = self.predict(strategy)
         refused = isinstance(outcome, Simulation) and _is_refused(outcome.plan)
         if refused or lacking_on_hosts(outcome.host_memory, self.topology):
             return inf
-        return max(peak / limit for peak, limit in zip(outcome.peak_bytes, self.topology.memory_limits, strict=True))
+        return self._share(outcome.peak_bytes)
 
-    def bounds_overflow_bytes(self, strategy: Strategy) -> int:
-        """``overflow_bytes`` if only the bounds for any order count: at least as much, and found without a simulation."""
-        if self.is_refused(strategy):
-            return REFUSED_BYTES
-        folded = self._folded_memory(strategy)
-        if not isinstance(folded, str):
-            return overflow_bytes([use.total for use in folded.memory], self.topology)
+    def overflow_of_played(self, strategy: Strategy, engine: Engine, folding: Folding | None = None) -> int:
+        """The second half of ``cost``, of a strategy that an engine holds or proposes; with ``folding`` as two of its copies."""
+        if folding is not None:
+            return overflow_bytes(self.expected_folded(folding, engine), self.topology)
         plan = self._builder.build(strategy)
-        uses = memory_use(plan, self.optimizer_states)
-        return overflow_bytes([use.total for use in uses], self.topology) + self._lacking_on_hosts(plan)
+        if _is_refused(plan):
+            return REFUSED_BYTES
+        return overflow_bytes(self._expected(plan, engine, self.topology), self.topology) + self._lacking_on_hosts(plan)
 
-    def _folded_memory(self, strategy: Strategy) -> FoldedSimulation | str:
-        """A strategy folded, if that answers questions of memory sooner; else why not."""
-        if is_large(strategy):
-            return self._folded_or_nearly(strategy)
-        return self.run_folded(strategy) if tile_count(strategy) >= FOLDED_TILES else "it has few tiles"
+    def share_of_played(self, strategy: Strategy, engine: Engine, folding: Folding | None = None) -> float:
+        """``peak_share`` of a strategy that an engine holds or proposes; with ``folding`` as two of its copies."""
+        if folding is not None:
+            return self._share(self.expected_folded(folding, engine))
+        plan = self._builder.build(strategy)
+        if _is_refused(plan) or self._lacking_on_hosts(plan):
+            return inf
+        return self._share(self._expected(plan, engine, self.topology))
+
+    def _share(self, peaks: Sequence[int]) -> float:
+        return max(peak / limit for peak, limit in zip(peaks, self.topology.memory_limits, strict=True))
+
+    def _expected(self, plan: Plan, engine: Engine, topology: Topology) -> Sequence[int]:
+        """What is expected on each device at its peak. Where that fits, the bound for any order is not asked for."""
+        from soap.simulator.memory.engine_played import engine_played  # imports numba
+
+        arrays = plan_arrays(plan)
+        peaks = swept(plan, arrays, engine_played(engine, plan, arrays), topology, self.optimizer_states).peaks().tolist()
+        expected, limits = [with_allowance(peak) for peak in peaks], (*topology.memory_limits, 0)
+        if all(peak <= limit for peak, limit in zip(expected, limits, strict=False)):
+            return expected
+        return expected_peaks(peaks, memory_use(plan, self.optimizer_states))
+
+    def expected_folded(self, folding: Folding, engine: Engine) -> Sequence[int]:
+        """What is expected on each device of the cluster at its peak, from two copies that an engine holds or proposes."""
+        return folding.for_all(self._expected(folding.with_an_idle_device(folding.plan), engine, folding.topology))
 
     def _lacking_on_hosts(self, plan: Plan) -> int:
         return lacking_on_hosts(host_use(plan, self.topology, self.optimizer_states), self.topology)
@@ -369,14 +360,6 @@ def tile_count(strategy: Strategy) -> int:
 
 def _one_batch_tiles(strategy: Strategy) -> int:
     return sum(len(config.devices) for config in strategy.operators.values())
-
-
-def is_played(strategy: Strategy) -> bool:
-    """Whether a search plays the strategy on its way to see whether it fits into memory. Others, which take seconds each, fit if the bounds
-    for any order do: in a descent ``Simulator.bounds_overflow_bytes``, in a compiled chain, where even a plan takes too long, the upper
-    limit of those (``MemoryBound``). Tiles count as if there was one micro-batch: with several these bounds say nothing, as they count what
-    all of them keep."""
-    return _one_batch_tiles(strategy) <= MOST_PLAYED_TILES
 
 
 def is_planned(strategy: Strategy) -> bool:

@@ -59,13 +59,17 @@ class TaskList:
         own = self.tasks[task]
         self.tasks[task] = replace(own, predecessors=tuple(sorted({*own.predecessors, *after})))
 
-    def in_order(self) -> tuple[Task, ...]:
-        """All tasks, predecessors first; apart from that in the order in which they were added."""
+    def in_order(self) -> tuple[tuple[Task, ...], Sequence[int]]:
+        """All tasks, predecessors first, apart from that in the order in which they were added; and by position in ``tasks`` where in that
+        order each is."""
         if all(not task.predecessors or task.predecessors[-1] < place for place, task in enumerate(self.tasks)):
-            return tuple(self.tasks)
+            return tuple(self.tasks), range(len(self.tasks))
         order = _topological([task.predecessors for task in self.tasks])
-        places = {task: place for place, task in enumerate(order)}
-        return tuple(replace(self.tasks[i], predecessors=tuple(sorted(places[p] for p in self.tasks[i].predecessors))) for i in order)
+        places = [0] * len(order)
+        for place, task in enumerate(order):
+            places[task] = place
+        tasks = (replace(self.tasks[i], predecessors=tuple(sorted(places[p] for p in self.tasks[i].predecessors))) for i in order)
+        return tuple(tasks), places
 
     def _add_chunks(
         self,

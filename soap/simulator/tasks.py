@@ -8,8 +8,8 @@ between phase and position.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from soap.cluster.topology import Topology
 from soap.errors import ModelError
 from soap.plan.collectives import Flow
-from soap.plan.plan import Plan
+from soap.plan.plan import Part, Plan
 
 PHASES, MICRO_BATCHES, POSITIONS, STAGES, TILES = 1 << 4, 1 << 14, 1 << 20, 1 << 3, 1 << 22
 """Limits of the parts in the first number, highest part first: 63 bits together. All limits are powers of two."""
@@ -111,6 +111,25 @@ class Task:
         return self.duration_ns - self.latency_ns
 
 
+Places = Mapping[int, int]
+"""Position in a list of the plan -> position of a task."""
+
+
+@dataclass(frozen=True)
+class TaskPlaces:
+    """Which task is for what, beside passes, which know their tiles. By tile, ``need``: from when on its second run, or the copy
+    ``back``, is needed; ``away``: the copy to its host. By a carrier's first part, ``brought``: its task, ``returned``: that of the
+    gradients. By reduction, ``summed``, ``summed_back``."""
+
+    need: Places = field(default_factory=dict)
+    away: Places = field(default_factory=dict)
+    back: Places = field(default_factory=dict)
+    brought: Mapping[Part, int] = field(default_factory=dict)
+    returned: Mapping[Part, int] = field(default_factory=dict)
+    summed: Places = field(default_factory=dict)
+    summed_back: Places = field(default_factory=dict)
+
+
 @dataclass(frozen=True)
 class TaskGraph:
     """Tasks in an order in which predecessors come first."""
@@ -118,6 +137,7 @@ class TaskGraph:
     plan: Plan
     topology: Topology
     tasks: tuple[Task, ...]
+    places: TaskPlaces = TaskPlaces()
 
 
 class Times(NamedTuple):

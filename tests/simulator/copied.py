@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 
 import numpy as np
@@ -11,9 +12,10 @@ from numpy.typing import NDArray
 from soap.cluster.topology import Topology
 from soap.model.batch import MicroBatches, sample_factor
 from soap.model.graph import FactorKind, OperatorGraph
-from soap.strategy.config import OpConfig, Strategy
+from soap.strategy.config import OpConfig, Strategy, SyncConfig
 from soap.strategy.recomputation import LIGHT, RECOMPUTED, STAYS, refusal
 from soap.strategy.stages import chunks_of, stages_of_chunks
+from soap.strategy.sync import SHARDED, SHARDED_STATE
 from tests.simulator.examples import pairwise_cluster
 from tests.strategies import MOVES, cluster, graphs, named, pipelines, with_rails
 
@@ -54,6 +56,15 @@ def copied(draw: st.DrawFn) -> Case:
         own = np.sort(order[stage_of[chunk] :: max(stage_of) + 1])
         configs[graph.operators[position].name] = draw(config(cut, position, images[:, own]))
     return graph, topology, Strategy(configs, microbatches=count, stages=stages, schedule=schedule)
+
+
+@st.composite
+def with_parts(draw: st.DrawFn, case: Case) -> Case:
+    """The same with parameters of which readers own parts: none, some, or all in one way."""
+    graph, topology, strategy = case
+    ways = st.sampled_from(draw(st.sampled_from(([SyncConfig()], [SyncConfig(), SHARDED_STATE, SHARDED], [SHARDED_STATE], [SHARDED]))))
+    parameters = {tensor.name: draw(ways) for tensor in graph.parameters}
+    return graph, topology, replace(strategy, parameters=parameters, prefetch=draw(st.integers(0, 2)))
 
 
 @st.composite

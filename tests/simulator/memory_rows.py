@@ -8,10 +8,10 @@ import numpy as np
 
 from soap.plan.plan import Plan
 from soap.simulator.memory.array_ledger import ArrayLedger
-from soap.simulator.memory.ledger import Ledger
 from soap.simulator.memory.plan_arrays import PlanArrays, plan_arrays
 from soap.simulator.memory.spans import NEVER, Spans
-from soap.simulator.memory.task_spans import Span, TaskSpans
+from tests.simulator.reference_memory.ledger import Ledger
+from tests.simulator.reference_memory.task_spans import Span, TaskSpans
 
 Rows = Counter[tuple[int, int, int, int, bool]]
 """(device, ns, order, place of the kind, whether bytes are taken) -> bytes."""

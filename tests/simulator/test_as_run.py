@@ -8,13 +8,13 @@ from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
 from soap.runtime.program.actions import ActionKind
 from soap.runtime.program.program import compile_program
-from soap.simulator.memory.as_run import as_run
 from soap.simulator.reference import execution_order
 from soap.simulator.tasks import Schedule, TaskGraph, TaskKind
 from soap.strategy.config import Strategy
 from tests.extent import MANY
 from tests.graph_builder import GraphBuilder
 from tests.simulator.examples import on, pairwise_cluster, strategy
+from tests.simulator.reference_memory.as_run import as_run
 from tests.simulator.test_residency import played
 from tests.strategies import cases
 

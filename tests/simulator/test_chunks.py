@@ -15,12 +15,12 @@ from soap.simulator.analysis.timeline_file import Description, dumps, loads
 from soap.simulator.chunks import GPU_CHUNK_NS, MOST_CHUNKS, NO_CHUNKS, chunk_count, parts, shortest_chunk_ns
 from soap.simulator.communication.prices import Communication
 from soap.simulator.lowering import build_plan, lower
-from soap.simulator.memory.as_run import as_run
-from soap.simulator.memory.task_spans import TaskSpans
 from soap.simulator.reference import simulate
 from soap.simulator.task_list import TaskList
 from soap.simulator.tasks import TaskGraph, TaskKind
 from tests.simulator.examples import PointCosts, batch_split, chain, pairwise_cluster
+from tests.simulator.reference_memory.as_run import as_run
+from tests.simulator.reference_memory.task_spans import TaskSpans
 from tests.strategies import cluster
 
 PLAIN = pairwise_cluster(1, 1)

@@ -41,9 +41,7 @@ def words() -> OperatorGraph:
     return g.build(g.mean(g.linear(x, 16, name="dense")))
 
 
-def played(
-    sync: SyncConfig | None, training: PlannedTraining, topology: Topology = FOUR, graph: OperatorGraph | None = None
-) -> Simulation:
+def played(sync: SyncConfig | None, training: PlannedTraining, topology: Topology = FOUR, graph: OperatorGraph | None = None) -> Simulation:
     """Data parallelism with all parameters that a method can serve synchronized by it."""
     graph = graph or mlp()
     strategy = data_parallel(graph, topology)
@@ -161,5 +159,4 @@ def test_searches_are_told_that_a_refused_plan_fits_nowhere() -> None:
             for strategy, expected in ((usual, 0), (allowed, 0), (mixed, lacking)):
                 evaluator.makespan_ns(strategy)
                 assert evaluator.overflow_bytes(strategy) == expected
-                assert evaluator.bounds_overflow_bytes(strategy) == expected
     assert not sums_norm(PlanBuilder(graph, FOUR, CLIPS).build(mixed))

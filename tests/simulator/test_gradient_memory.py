@@ -10,18 +10,18 @@ from hypothesis import strategies as st
 
 from soap.cluster.topology import Topology
 from soap.model.graph import Footprint, OperatorGraph
-from soap.simulator.memory.as_run import as_run
 from soap.simulator.memory.derived import derived
-from soap.simulator.memory.gradient_residency import GradientResidency, Sum
 from soap.simulator.memory.gradients import CountedSums, hold_gradients
-from soap.simulator.memory.ledger import Ledger
 from soap.simulator.memory.plan_arrays import region_number
-from soap.simulator.memory.residency import _Values
 from soap.simulator.memory.sent import left_by
-from soap.simulator.memory.task_spans import TaskSpans
 from soap.simulator.tasks import Schedule, TaskGraph, TaskKind
 from soap.strategy.config import Strategy
 from tests.simulator.memory_rows import arrays_and_spans, new_ledger, rows_of
+from tests.simulator.reference_memory.as_run import as_run
+from tests.simulator.reference_memory.gradient_residency import GradientResidency, Sum
+from tests.simulator.reference_memory.ledger import Ledger
+from tests.simulator.reference_memory.residency import _Values
+from tests.simulator.reference_memory.task_spans import TaskSpans
 from tests.simulator.test_micro_batches import ENTERED, pipeline, simulated
 from tests.simulator.test_residency import played
 from tests.strategies import cases

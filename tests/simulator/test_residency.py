@@ -19,12 +19,9 @@ from soap.plan.syncs.parameter_server import METHOD
 from soap.runtime.comm.assembling import cut
 from soap.runtime.comm.packing import are_adjacent
 from soap.simulator.lowering import build_plan, lower
-from soap.simulator.memory.as_run import as_run
-from soap.simulator.memory.ledger import Ledger, MemoryCurve
+from soap.simulator.memory.curves import MemoryCurve
 from soap.simulator.memory.parameters import is_away, kept_shards
 from soap.simulator.memory.peaks import MemoryUse, memory_use, peak_bytes, tile_sizes
-from soap.simulator.memory.residency import expected_peaks, memory_over_time, peaks_by_kind
-from soap.simulator.memory.task_spans import TaskSpans
 from soap.simulator.memory.transit import cells_land_in_place
 from soap.simulator.reference import simulate
 from soap.simulator.tasks import Schedule, TaskGraph, TaskKind
@@ -35,6 +32,10 @@ from soap.strategy.sync import SHARDED, SHARDED_STATE
 from tests.extent import MANY
 from tests.graph_builder import GraphBuilder
 from tests.simulator.examples import PointCosts, batch_split, chain, on, pairwise_cluster, strategy, units
+from tests.simulator.reference_memory.as_run import as_run
+from tests.simulator.reference_memory.ledger import Ledger
+from tests.simulator.reference_memory.residency import expected_peaks, memory_over_time, peaks_by_kind
+from tests.simulator.reference_memory.task_spans import TaskSpans
 from tests.strategies import cases
 
 TWO = pairwise_cluster(1, 1)

@@ -106,11 +106,11 @@ def test_memory_of_variants_is_the_same_with_others_numbers() -> None:
     shared = Shared(graph, topology, costs)
     strategies = [CLASSICAL[name](graph, topology) for name in NAMES]
 
-    def bounds(engine: Engine, order: list[Strategy]) -> dict[int, list[tuple[int, int]]]:
+    def bounds(engine: Engine, order: list[Strategy]) -> dict[int, list[int]]:
         memory, found = MemoryBound(engine, topology.memory_limits), {}
         for strategy in order:
             loaded_ns(engine, strategy)
-            found[strategies.index(strategy)] = memory.bounds_bytes()
+            found[strategies.index(strategy)] = memory.bound_bytes()
         return found
 
     one, other = (Engine(graph, topology, costs, shared=shared) for _ in range(2))

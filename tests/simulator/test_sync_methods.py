@@ -20,7 +20,6 @@ from soap.simulator.compiled.syncs.codes import FIELDS, MOST_SETTINGS, SyncCodes
 from soap.simulator.folding import Folding, fold
 from soap.simulator.lowering import build_plan, lower
 from soap.simulator.memory.peaks import peak_bytes
-from soap.simulator.memory.residency import memory_over_time
 from soap.simulator.reference import simulate
 from soap.simulator.simulate import Simulator
 from soap.simulator.tasks import TaskKind
@@ -33,6 +32,7 @@ from soap.strategy.sync_contracts import METHODS, Contract, find_contract
 from tests.extent import so_many
 from tests.graph_builder import GraphBuilder
 from tests.simulator.compiled.walks import Edit, check
+from tests.simulator.reference_memory.residency import memory_over_time
 from tests.simulator.sync_cases import CASES
 from tests.strategies import CPU, GPU, cluster
 
@@ -223,5 +223,5 @@ def test_memory_is_never_under(contract: Contract) -> None:
 def test_it_folds_as_its_contract_says(contract: Contract) -> None:
     topology = cluster([1, 1, 1, 1], GPU)
     strategy = data_parallel(GRAPH, topology).with_changes(parameters=dict.fromkeys(served(contract), CASES[contract.name][0]))
-    found = fold(GRAPH, topology, strategy, nearly=True)
+    found = fold(GRAPH, topology, strategy)
     assert isinstance(found, Folding) if not contract.folding else found == contract.folding

@@ -37,6 +37,11 @@ def usable_epilogue(plan: Plan, epilogue: LossEpilogue) -> LossEpilogue:
     with others. With micro-batches the backward pass begins at the loss's terms even so."""
     closing = closing_tensors(plan, epilogue)
     mixes = any(len({plan.fetches[fetch].tensor in closing for fetch, _ in message.parts}) > 1 for message in plan.messages)
+    return kept_epilogue(plan, epilogue, mixes=mixes)
+
+
+def kept_epilogue(plan: Plan, epilogue: LossEpilogue, *, mixes: bool) -> LossEpilogue:
+    """``usable_epilogue``. ``mixes``: whether a message mixes its tensors with others."""
     if plan.order is not None:
         return replace(epilogue, operators=frozenset()) if mixes else epilogue
     return no_epilogue(plan.graph) if mixes or plan.device_count == 1 else epilogue

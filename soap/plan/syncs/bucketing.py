@@ -88,7 +88,7 @@ def make_buckets(
 
 def _joined(syncs: Sequence[ShardSync]) -> ShardSync:
     """The synchronizations as one, named after the first."""
-    return replace(syncs[0], regions=tuple(region for sync in syncs for region in sync.regions))
+    return syncs[0] if len(syncs) == 1 else replace(syncs[0], regions=tuple(region for sync in syncs for region in sync.regions))
 
 
 def idle_shards(plan: Plan) -> tuple[int, ...]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
+from operator import is_
+from typing import NamedTuple
 
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
@@ -25,8 +27,41 @@ Cell = tuple[Box, tuple[int, ...], tuple[tuple[int, int, int], ...]]
 """A region of a parameter that the same tiles read: (box, devices, uses as (operator, tile, parameter position))."""
 
 
+@dataclass(frozen=True, eq=False)
+class KeptRegion:
+    """A region of a parameter, wherever its readers' tiles and its shards are numbered in a plan. ``uses``: (operator, tile, parameter
+    position). ``parts``: (part, its owners), each a shard. ``sync``: its synchronization, without the region; None if there is none."""
+
+    box: Box
+    uses: tuple[tuple[int, int, int], ...]
+    parts: tuple[tuple[Box, tuple[int, ...]], ...]
+    sync: ShardSync | None
+
+
+@dataclass(frozen=True, eq=False)
+class KeptParameter:
+    """A parameter with its regions: one object for as long as nothing of it changes. ``users``: the operators that read it. ``offload``:
+    whether owners update in their host's memory."""
+
+    parameter: str
+    regions: tuple[KeptRegion, ...]
+    users: tuple[int, ...]
+    trainable: bool
+    offload: bool
+
+
+class _Placed(NamedTuple):
+    """The shards and synchronizations of ``kept`` in the plan in which its users' first tiles and its first shard have these numbers."""
+
+    kept: KeptParameter
+    first_tiles: tuple[int, ...]
+    first_shard: int
+    shards: tuple[Shard, ...]
+    syncs: tuple[ShardSync, ...]
+
+
 class Keeping:
-    """Lays out shards and synchronizations for one graph on one cluster."""
+    """Lays out shards and synchronizations for one graph on one cluster. Of each parameter it remembers the last ones."""
 
     def __init__(
         self, graph: OperatorGraph, topology: Topology, represented: Represented | None = None, wrapped: Wrapped = USUAL
@@ -35,38 +70,79 @@ class Keeping:
         self._graph, self._topology, self._wrapped = graph, topology, wrapped
         devices = server_devices(topology)
         self._places = Places(devices, first_servers(graph, len(devices)), first_readers(graph), represented)
+        self._kept: dict[str, tuple[Sequence[Cell], SyncConfig, KeptParameter]] = {}
+        self._placed: dict[str, _Placed] = {}
+        self._groups: dict[str, tuple[Sequence[ShardSync], Sequence[ShardSync]]] = {}
 
     def keep(
         self, tiles: Sequence[Tile], first_tile: Sequence[int], regions: Iterable[tuple[str, Sequence[Cell]]], strategy: Strategy
-    ) -> tuple[tuple[Shard, ...], tuple[ShardSync, ...]]:
-        """All shards, parameter by parameter, and all synchronizations, method by method.
+    ) -> tuple[tuple[Shard, ...], tuple[ShardSync, ...], tuple[KeptParameter, ...]]:
+        """All shards, parameter by parameter, all synchronizations, method by method, and how each parameter is kept.
 
         ``regions``: (parameter, its cells), in the graph's order. Regions that the strategy's method does not serve use the default method.
         Parameters without a gradient are not synchronized; frozen ones may be gathered for their uses.
         """
         shards: list[Shard] = []
         syncs: dict[str, list[ShardSync]] = {}
+        kept: list[KeptParameter] = []
         for parameter, cells in regions:
-            sync, first, trainable = strategy.sync(parameter), len(shards), self._graph.tensors[parameter].requires_grad
-            for index, (box, readers, uses) in enumerate(cells):
-                places = tuple((first_tile[operator] + tile, place) for operator, tile, place in uses)
-                used = self.used(parameter, (box, readers, uses), sync)
-                if used is None:
-                    shards.append(Shard(parameter, len(shards) - first, box, readers, places, trainable))
-                    continue
-                method, (_, leaders) = method_of(used.contract), serving(self._topology, sync, readers)
-                owned = method.owners(parameter, index, box, readers, leaders, used, self._places)
-                numbers = tuple(range(len(shards), len(shards) + len(owned)))
-                for part, owners in owned:
-                    shards.append(Shard(parameter, len(shards) - first, part, owners, places, trainable))
-                name = method.contract.name
-                how = None if used.compression is None else settled(self._graph, parameter, used.compression)
-                region, away = ReadRegion(parameter, box, numbers, places), trainable and used.offload
-                made = ShardSync(name, parameter, index, (region,), readers, leaders, how, away, self._cluster_readers(method, readers))
-                syncs.setdefault(name, []).append(made)
-        of_graph = self._graph, tiles, shards
-        groups = [method.groups(*of_graph, syncs[method.contract.name], self._wrapped) for method in self._in_order(syncs)]
-        return tuple(shards), tuple(chain.from_iterable(groups))
+            kept.append(self._keep(parameter, cells, strategy.sync(parameter)))
+            placed = self._place(kept[-1], first_tile, len(shards))
+            shards += placed.shards
+            for own in placed.syncs:
+                syncs.setdefault(own.method, []).append(own)
+        groups = [self._group(method, tiles, shards, syncs[method.contract.name]) for method in self._in_order(syncs)]
+        return tuple(shards), tuple(chain.from_iterable(groups)), tuple(kept)
+
+    def _keep(self, parameter: str, cells: Sequence[Cell], sync: SyncConfig) -> KeptParameter:
+        """How a parameter with these cells is kept."""
+        known = self._kept.get(parameter)
+        if known is None or known[0] is not cells or known[1] != sync:
+            regions = tuple([self._region(parameter, index, cell, sync) for index, cell in enumerate(cells)])
+            users = tuple(sorted({operator for region in regions for operator, _, _ in region.uses}))
+            own = KeptParameter(parameter, regions, users, self._graph.tensors[parameter].requires_grad, sync.offload)
+            known = self._kept[parameter] = cells, sync, own
+        return known[2]
+
+    def _region(self, parameter: str, index: int, cell: Cell, sync: SyncConfig) -> KeptRegion:
+        """How one of its cells is."""
+        box, readers, uses = cell
+        used = self.used(parameter, cell, sync)
+        if used is None:
+            return KeptRegion(box, uses, ((box, readers),), None)
+        method, (_, leaders) = method_of(used.contract), serving(self._topology, sync, readers)
+        owned = method.owners(parameter, index, box, readers, leaders, used, self._places)
+        how = None if used.compression is None else settled(self._graph, parameter, used.compression)
+        away, name = self._graph.tensors[parameter].requires_grad and used.offload, method.contract.name
+        made = ShardSync(name, parameter, index, (), readers, leaders, how, away, self._cluster_readers(method, readers))
+        return KeptRegion(box, uses, tuple(owned), made)
+
+    def _place(self, kept: KeptParameter, first_tile: Sequence[int], first_shard: int) -> _Placed:
+        """Its shards, of which the first one has this number, and its synchronizations."""
+        first_tiles = tuple([first_tile[operator] for operator in kept.users])
+        known = self._placed.get(kept.parameter)
+        if known is not None and (known.kept, known.first_tiles, known.first_shard) == (kept, first_tiles, first_shard):
+            return known
+        shards: list[Shard] = []
+        syncs: list[ShardSync] = []
+        for region in kept.regions:
+            uses, number = tuple([(first_tile[operator] + tile, place) for operator, tile, place in region.uses]), len(shards)
+            for part, owners in region.parts:
+                shards.append(Shard(kept.parameter, len(shards), part, owners, uses, kept.trainable))
+            if region.sync is not None:
+                numbers = tuple(range(first_shard + number, first_shard + len(shards)))
+                syncs.append(replace(region.sync, regions=(ReadRegion(kept.parameter, region.box, numbers, uses),)))
+        found = self._placed[kept.parameter] = _Placed(kept, first_tiles, first_shard, tuple(shards), tuple(syncs))
+        return found
+
+    def _group(
+        self, method: SyncMethod, tiles: Sequence[Tile], shards: Sequence[Shard], syncs: Sequence[ShardSync]
+    ) -> Sequence[ShardSync]:
+        """What a method carries out for these; the last ones are remembered."""
+        known = self._groups.get(method.contract.name)
+        if known is None or len(known[0]) != len(syncs) or not all(map(is_, known[0], syncs)):
+            known = self._groups[method.contract.name] = syncs, method.groups(self._graph, tiles, shards, syncs, self._wrapped)
+        return known[1]
 
     def used(self, parameter: str, cell: Cell, sync: SyncConfig) -> SyncConfig | None:
         """How a region of a parameter is synchronized if ``sync`` is asked for; None if it is not synchronized."""

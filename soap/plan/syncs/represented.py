@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from soap.model.regions import Box
 
+Ints = NDArray[np.int64]
 Owned = tuple[Box, tuple[int, ...]]
 """A part and its owners; nobody owns those of devices that are not there."""
 
@@ -21,7 +22,7 @@ Owned = tuple[Box, tuple[int, ...]]
 class Represented:
     """``images``, ``devices``: as in ``copies.Copies``."""
 
-    def __init__(self, images: NDArray[np.int64], devices: Sequence[int]) -> None:
+    def __init__(self, images: Ints, devices: Sequence[int]) -> None:
         self._images, self._devices = images, devices
         self._column = {device: i for i, device in enumerate(images[1].tolist())}
 
@@ -32,17 +33,25 @@ class Represented:
         alone = [device for device in members if device not in self._column]
         return tuple(sorted((*alone, *self._images[1:, columns].ravel().tolist())))
 
-    def parts(self, box: Box, first: int, readers: Sequence[int]) -> list[Owned]:
-        """The parts of a region, in row order, of which everyone owns one; those without an owner that lie side by side are one.
-        ``first``: the place among all readers, modulo their number, of who owns the first part (``placement``)."""
-        everyone = np.array(self.everyone(readers))
-        rows = box[0][1] - box[0][0] if box else 1
-        least, longer = divmod(rows, len(everyone))
-        owners: list[tuple[int, int]] = []
+    def places(self, readers: Sequence[int]) -> list[Ints]:
+        """For each of these readers the places, among everyone, of the devices for which it stands."""
+        everyone, found = np.array(self.everyone(readers)), []
         for reader in readers:
             column = self._column.get(self._devices[reader])
             mine = self._images[1:, column] if column is not None else np.array([self._devices[reader]])
-            parts = (np.searchsorted(everyone, mine) - first) % len(everyone)
+            found.append(np.searchsorted(everyone, mine))
+        return found
+
+    def parts(self, box: Box, first: int, readers: Sequence[int]) -> list[Owned]:
+        """The parts of a region, in row order, of which everyone owns one; those without an owner that lie side by side are one.
+        ``first``: the place among all readers, modulo their number, of who owns the first part (``placement``)."""
+        places = self.places(readers)
+        count = sum(map(len, places))
+        rows = box[0][1] - box[0][0] if box else 1
+        least, longer = divmod(rows, count)
+        owners: list[tuple[int, int]] = []
+        for reader, mine in zip(readers, places, strict=True):
+            parts = (mine - first) % count
             long = parts[parts < longer]
             owners.append((int(long[0] if long.size else parts[0]), reader))
         if not box:

@@ -10,10 +10,7 @@ is the one above with the times c under the most likely costs. The second accept
 min(1, exp(beta * ((f - f*) - (c - c*)) / c_start)). Together they keep detailed balance for exp(-beta * f / c_start): the first stage's
 part is divided out again.
 
-Where memory binds, the chain keeps to the strategies that fit, exactly, if Python is asked about all that the bounds do not decide. A
-search has no time for that where a question takes as long as a thousand proposals: its chains are ``ESTIMATING``. They keep to what is
-likely to fit, by an estimate that is adjusted with each answer (so no fixed distribution is followed), and ask about each strategy that
-would be the best so far. What comes out has always been decided exactly.
+Where memory binds, the chain keeps to the strategies that fit, exactly: Python is asked about all that the bounds do not decide.
 """
 
 from __future__ import annotations
@@ -28,7 +25,6 @@ from soap.search.compiled.memory import (
     BEST,
     BEST_PREFETCH,
     COST,
-    ESTIMATING,
     LOGGED,
     MOVES,
     NOTHING,
@@ -48,12 +44,10 @@ from soap.simulator.compiled.change import OPERATORS, Edit
 from soap.simulator.compiled.draws import Drawing, play_draws
 from soap.simulator.compiled.evaluate import adopt, evaluate, take_back
 from soap.simulator.compiled.events import NO_BOUND, STOPPED
-from soap.simulator.compiled.history import complete
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.machine_code import entry
 from soap.simulator.compiled.memory import bound_memory
-from soap.simulator.compiled.memory_estimate import judge_by_estimate
-from soap.simulator.compiled.memory_tables import FITS, LIKELY, UNKNOWN, MemoryTables
+from soap.simulator.compiled.memory_tables import FITS, UNKNOWN, MemoryTables
 from soap.simulator.compiled.pass_order import own_devices
 from soap.simulator.compiled.syncs.clipping import can_clip
 from soap.simulator.compiled.trial import HEAPED, SKIPPED, TAKEN, Trial
@@ -83,8 +77,7 @@ def advance(
     """Go on until ``steps`` proposals are logged (moves without effect do not count), or ``MOST_IDLE`` moves in a row had no effect.
 
     Missing data (a variant, a price) raises; after ``take_back`` everything is as before the step. ``memory``: check whether accepted
-    proposals fit into memory. If the bounds of ``M`` cannot tell, Python decides (``MUST_ASK``). With ``at[ESTIMATING]`` an estimate does
-    that, except about what would be the best so far, and where it does not know."""
+    proposals fit into memory. If the bounds of ``M`` cannot tell, Python decides (``MUST_ASK``)."""
     C = W.state
     Q, X = Z.grids, Z.chain
     at = X.at
@@ -108,17 +101,12 @@ def advance(
             cost = play_draws(W, D)
             accepted = cost <= at[COST] + usual - at[USUAL] - log(uniform(X)) * at[START] / beta
         if accepted and memory and at[PENDING] == NOTHING:
-            better = cost < at[BEST]
             verdict = bound_memory(W, M)
-            if verdict == UNKNOWN and at[ESTIMATING]:
-                complete(P, T)
-                verdict = judge_by_estimate(W, M, T, better)
-            if verdict == UNKNOWN or (verdict == LIKELY and better):
+            if verdict == UNKNOWN:
                 take_back(W)
                 at[PENDING] = ASKED
                 return MUST_ASK
             accepted = verdict == FITS
-            accepted |= verdict == LIKELY
         accepted = accepted and at[PENDING] != REFUSED
         at[PENDING] = NOTHING
         idle = 0

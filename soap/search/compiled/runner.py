@@ -18,11 +18,9 @@ from soap.search.compiled.memory import (
     BEST,
     BEST_PREFETCH,
     COST,
-    ESTIMATING,
     GRANTED,
     LOGGED,
     MOVES,
-    NOTHING,
     PENDING,
     PLAYED,
     RANDOM,
@@ -40,10 +38,13 @@ from soap.simulator.compiled.handles import handle
 from soap.simulator.costs import CostModel
 from soap.simulator.drawn_engine import make_engine
 from soap.simulator.draws import Draws
+from soap.simulator.engine import Engine
 from soap.simulator.memory.bound import NO_TABLES, MemoryBound
 from soap.simulator.shared import Shared
-from soap.simulator.simulate import is_played
-from soap.strategy.config import Strategy
+from soap.strategy.config import OpConfig, Strategy, SyncConfig
+
+Fits = Callable[[Strategy, Engine], bool]
+"""Whether a strategy that an engine proposes fits into memory."""
 
 DEFAULT_WEIGHTS: Mapping[str, float] = {
     "redraw": 1.0, "place": 1.0, "swap": 1.0, "informed": 4.0, "group": 2.0, "segment": 1.0, "run": 1.0, "sync": 1.0,
@@ -122,11 +123,9 @@ class CompiledChain:
         seed: int,
         proposals: int,
         start_ns: int | None = None,
-        estimating: bool = False,
     ) -> None:
         """``proposals``: the most that the log can hold. ``start_ns``: the cost that beta is relative to; by default the strategy's.
-        ``estimating``: whether estimates of memory decide what the bounds do not, except about what would be the best (``chain``). The
-        strategy then has to fit, and so has what ``move_to`` gets."""
+        The strategy has to fit, and so has what ``move_to`` gets, if ``run`` is told what fits."""
         self._space = space
         graph = space.space.graph
         self.engine = make_engine(graph, space.topology, space.costs, space.draws, space.training, space.shared)
@@ -138,11 +137,10 @@ class CompiledChain:
         self.arrays = make_chain(len(graph.operators), len(graph.parameters), devices, len(space.grids.estimate), most, proposals)
         Q, N, M = space.handles
         self.handle = handle(SearchTables(grids=Q, neighbours=N, groups=M, chain=self.arrays))
-        self._memory = MemoryBound(self.engine, space.topology.memory_limits, space.optimizer_states, played=is_played(strategy))
+        self._memory = MemoryBound(self.engine, space.topology.memory_limits, space.optimizer_states)
         self.slice = 1  # proposals between two questions whether the search has ended (``search.tempering``)
         at = self.arrays.at
         at[RANDOM] = at[BEFORE] = np.int64(seed)
-        at[ESTIMATING] = estimating
         self.weights = DEFAULT_WEIGHTS
         self.move_to(strategy)
         at[START] = at[COST] if start_ns is None else start_ns
@@ -161,7 +159,6 @@ class CompiledChain:
 
     def move_to(self, strategy: Strategy) -> None:
         """Go on from another strategy."""
-        self._estimated = False
         self.arrays.at[SWAPPED] = 0  # the engine loads into its first trial
         self.engine.load(strategy)
         cost_ns = self.engine.simulate()
@@ -171,12 +168,12 @@ class CompiledChain:
             self.arrays.grid[position] = self._space.number(position, grid_of(config)) if distinct else -1
         begin_chain(self.engine.world, self.handle, cost_ns, self.engine.usual_ns)
 
-    def run(self, proposals: int, *, beta: float, focus: float, fits: Callable[[Strategy], bool] | None = None) -> int:
+    def run(self, proposals: int, *, beta: float, focus: float, fits: Fits | None = None) -> int:
         """Go on until ``proposals`` are evaluated in all, or no move has an effect any more. Returns how many are evaluated in all.
 
         ``beta``: as in ``search.metropolis``. ``focus``: how strongly rough costs weigh candidates, per start cost; 0: not at all.
-        ``fits``: decides whether a strategy fits into memory before it is accepted; asked only if the memory bounds cannot tell. None:
-        every strategy fits.
+        ``fits``: decides whether a strategy, which the engine proposes, fits into memory before it is accepted; asked only if the memory
+        bounds cannot tell. None: every strategy fits.
         """
         if len(self._space.space.movable) == 0 and not (self._space.has_syncs or self._space.has_recompute):
             return self.proposals
@@ -187,10 +184,6 @@ class CompiledChain:
             M = NO_TABLES if fits is None else self._memory.handle()
             return int(advance(*self.engine.handles(), self.handle, M, self.engine.drawing, last, beta, focus, fits is not None))
 
-        if fits is not None and at[ESTIMATING] and not self._estimated:
-            self._memory.likely()
-            self._memory.told(fits=True)
-            self._estimated = True
         while True:
             try:
                 done = self.engine.attempt(go_on, self._settle)
@@ -203,11 +196,7 @@ class CompiledChain:
                 return self.proposals
             assert fits is not None and at[PENDING] == ASKED
             self._settle()
-            granted = fits(self._edited())
-            at[PENDING] = GRANTED if granted else REFUSED
-            if at[ESTIMATING] and not self._memory.told(fits=granted) and at[COST] > at[BEST]:
-                at[PENDING] = NOTHING  # the current strategy may not fit either
-                self.move_to(self.best)
+            at[PENDING] = GRANTED if self._ask(fits) else REFUSED
 
     def _make_variant(self, position: int, number: int) -> None:
         grid = self._space.grid(position, number)
@@ -220,10 +209,21 @@ class CompiledChain:
         self.engine.settle(swapped=bool(at[SWAPPED]), makespan_ns=int(at[COST]))
         at[SWAPPED] = 0
 
-    def _edited(self) -> Strategy:
-        """The proposed strategy."""
+    def _ask(self, fits: Fits) -> bool:
+        """Whether the proposed strategy fits, which the engine proposes meanwhile."""
+        operators, parameters, prefetch = self._edits()
+        edited = self.engine.strategy.with_changes(operators, parameters)
+        self.engine.propose_changes(operators, parameters, prefetch=prefetch)
+        try:
+            return fits(edited if prefetch is None else replace(edited, prefetch=prefetch), self.engine)
+        finally:
+            self.engine.reject()
+
+    def _edits(self) -> tuple[dict[str, OpConfig], dict[str, SyncConfig], int | None]:
+        """The operators, the parameters and, if it changes, the prefetch of the proposal."""
         E, graph = self.engine.edit, self._space.space.graph
-        operators, parameters = {}, {}
+        operators: dict[str, OpConfig] = {}
+        parameters: dict[str, SyncConfig] = {}
         for i in range(int(E.count[OPERATORS])):
             position, devices = int(E.operator[i]), E.dev[E.dev_ptr[i] : E.dev_ptr[i + 1]]
             operators[graph.operators[position].name] = self.engine.config(position, E.variant[i], devices, E.replicas[i], E.marked[i])
@@ -231,8 +231,7 @@ class CompiledChain:
             name = graph.parameters[E.parameter[i]].name
             parameters[name] = self.engine.sync(name, int(E.sync[i]))
         prefetch = int(E.count[PREFETCH])
-        edited = self.engine.strategy.with_changes(operators, parameters)
-        return edited if prefetch == KEEP else replace(edited, prefetch=prefetch)
+        return operators, parameters, None if prefetch == KEEP else prefetch
 
     @property
     def proposals(self) -> int:

@@ -19,7 +19,7 @@ from soap.plan.syncs.seam import method_for
 from soap.simulator.communication import allreduce
 from soap.simulator.communication.offloading import names_behind_links
 from soap.simulator.communication.prices import Communication
-from soap.simulator.memory.ledger import MemoryCurve
+from soap.simulator.memory.curves import MemoryCurve
 from soap.simulator.tasks import Schedule, Task, TaskGraph, TaskKind
 
 if TYPE_CHECKING:

@@ -125,7 +125,15 @@ class Communication:
 
     def allreduce_bytes(self, reduced_bytes: int, devices: tuple[int, ...]) -> int:
         """Bytes that an all-reduce puts on all its hops together."""
-        return allreduce_bytes(reduced_bytes, len(devices))
+        return allreduce_bytes(reduced_bytes, self.members(devices))
+
+    def members(self, devices: tuple[int, ...]) -> int:
+        """How many devices of the cluster sum where these do: as many, but in a folded plan (``folding``)."""
+        return len(devices)
+
+    def places(self, sharing: tuple[int, ...]) -> Sequence[Sequence[int]]:
+        """For each of the devices that share what they own in parts, its places among all that do: its own alone, but in a folded plan."""
+        return [[place] for place in range(len(sharing))]
 
     def exchange_ns(self, flows: Sequence[Flow], reduced_bytes: int = 0, latency_factor: float | None = None) -> int:
         """Duration of flows that run at once, as a collective or a round of one (``collectives.exchange_seconds``); each target then adds

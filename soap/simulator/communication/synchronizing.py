@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from soap.cluster.host_links import host_link
 from soap.cluster.topology import DeviceType
 from soap.plan.offloading import from_host_name, host_update_name, offloaded_bytes, to_host_name
-from soap.plan.plan import ASK_NAME, Plan, ShardSync, update_name
+from soap.plan.plan import ASK_NAME, Plan, ShardSync, serve_name, update_name
 from soap.plan.syncs.asking import asking_rounds
 from soap.plan.syncs.bucketing import idle_shards, shard_bytes
 from soap.plan.syncs.clipping import NORM_BYTES, NORM_NAME, sums_norm
 from soap.plan.syncs.gathering import Gather, gathers
-from soap.plan.syncs.seam import SERVE, DeviceWork, Phase, ShardUpdate, SyncStep, method_for
+from soap.plan.syncs.seam import SERVE, DeviceWork, How, Phase, ShardUpdate, SyncStep, method_for, row_name
 from soap.simulator.communication.offloading import (
     DOWN,
     OFFLOADING_NS,
@@ -28,12 +28,16 @@ from soap.simulator.costs import CostModel, compression_ns, table_update_ns
 from soap.simulator.task_list import FORWARD, SYNC, UPDATE, TaskList
 from soap.simulator.tasks import TaskKind
 
-ASKING = (FORWARD, 0, 0, 0, 0, 0)
+Id = tuple[int, int, int, int, int, int]
+"""Of a task."""
+ASKING: Id = (FORWARD, 0, 0, 0, 0, 0)
 """The id of the request for rows. It comes before every other task that is ready when a step begins: it is the id of a message to the first
 operator, which has no such message."""
 
 
 NOTHING: Mapping[int, int] = {}
+SETTLED, NORM = 1, 2
+"""Stages of what is no update, among the tasks of devices' updates."""
 
 
 class Synchronization:
@@ -106,15 +110,16 @@ class Synchronization:
             self._serve_all(number, resources, tasks or gradients)
         if clips:
             everyone = tuple(range(plan.device_count))
-            norm = self._tasks.all_reduce((UPDATE, 0, 2, 0, 0, 0), NORM_NAME, TaskKind.SYNC, NORM_BYTES, everyone, arrived)
+            norm = self._tasks.all_reduce(_update_id(0, NORM), NORM_NAME, TaskKind.SYNC, NORM_BYTES, everyone, arrived)
             for own in ready:
                 own.append(norm)
             for number in range(len(plan.syncs)):
                 self._serve_all(number, resources, (norm,))
         updates = {}
         for device, duration in self._device_updates().items():
-            place = (UPDATE, device, 0, 0, 0, 0)
-            updates[device] = self._tasks.add(place, update_name(device), TaskKind.UPDATE, (device,), duration, ready[device])
+            updates[device] = self._tasks.add(
+                _update_id(device), update_name(device), TaskKind.UPDATE, (device,), duration, ready[device]
+            )
         offloads = self._offload(updates)
         for number, sync in enumerate(plan.syncs):
             if not any(part.name for part in self._updates[number]):
@@ -128,13 +133,10 @@ class Synchronization:
         for device, size in offloaded_bytes(self._plan).items():
             link, task = host_link(topology, device), updates[device]
             copied_ns = copy_ns(size, link)
-            for place, kind, name, held, duration in (
-                (DOWN, TaskKind.SYNC, to_host_name(device), link.down, copied_ns),
-                (ON_HOST, TaskKind.UPDATE, host_update_name(device), (), on_host_ns[device]),
-                (UP, TaskKind.SYNC, from_host_name(device), link.up, copied_ns),
-            ):
-                resources = (offload_resource(topology, device, place), *(topology.device_count + own for own in held))
-                task = self._tasks.add((UPDATE, device, STAGES[place], 0, 0, 0), name, kind, resources, duration, [task])
+            held, durations = (link.down, (), link.up), (copied_ns, on_host_ns[device], copied_ns)
+            for place, (own, name, kind) in enumerate(_host_tasks(device)):
+                resources = (offload_resource(topology, device, place), *(topology.device_count + link for link in held[place]))
+                task = self._tasks.add(own, name, kind, resources, durations[place], [task])
             found[device] = task
         return found
 
@@ -169,8 +171,8 @@ class Synchronization:
         if devices:
             devices.update(device for sync in self._plan.syncs if self._is_clipped(sync) for device in sync.readers)
         for device in sorted(devices):
-            place = (UPDATE, device, 1, 0, 0, 0)
-            self._settled[device] = self._tasks.add(place, _settled_name(device), TaskKind.COMPRESS, (), 1, backward[device])
+            own = _update_id(device, SETTLED), _settled_name(device), TaskKind.COMPRESS
+            self._settled[device] = self._tasks.add(*own, (), 1, backward[device])
 
     def _is_clipped(self, sync: ShardSync) -> bool:
         """Whether its devices clip their gradients before they send them, if some are compressed. (Others are refused then: a server's
@@ -189,15 +191,13 @@ class Synchronization:
             duration = sum(compression_ns(self._costs, work.compression, layout, work.work, device) for layout in work.layouts)
             own = [backward[tile] for tile, _ in sync.uses if tile in backward and self._plan.tiles[tile].device == work.device]
             waits = (*(own or after), *([self._settled[work.device]] if work.settled else ()))
-            place = (*self._place(sync, work.stage)[:4], work.device, 0)
+            place = self._place(sync, work.stage, work.device)
             found[work.device] = self._tasks.add(place, work.name, TaskKind.COMPRESS, (work.device,), duration, waits)
         return found
 
     def _move(self, sync: ShardSync, step: SyncStep, after: Iterable[int]) -> int:
-        place = self._place(sync, step.stage)
+        place = self._place(sync, step.stage, step.among[0] if step.summed_bytes and step.apart else 0)
         if step.summed_bytes:
-            if step.apart:
-                place = (*place[:4], step.among[0], 0)
             return self._tasks.all_reduce(place, step.name, TaskKind.SYNC, step.summed_bytes, step.among, after, chunked=step.large)
         if step.collective is not None:
             return self._tasks.parted(place, step.name, TaskKind.SYNC, step.collective, after, chunked=step.large)
@@ -214,11 +214,11 @@ class Synchronization:
         """Add the task of a server that adds up the gradients of one partition and updates it."""
         topology, shard = self._tasks.topology, self._plan.shards[part.shard]
         duration = self._update_ns(part, server_type(topology, shard.devices[0]), row_seconds(topology, shard.devices[0]))
-        place = (*self._place(sync, SERVE)[:5], sync.shards.index(part.shard))
+        place = self._place(sync, SERVE, partition=sync.shards.index(part.shard))
         return self._tasks.add(place, part.name, TaskKind.UPDATE, (resource,), duration, after)
 
-    def _place(self, sync: ShardSync, stage: int) -> tuple[int, ...]:
-        return (SYNC, self._positions[sync.parameter], stage, sync.index, 0, 0)
+    def _place(self, sync: ShardSync, stage: int, device: int = 0, partition: int = 0) -> Id:
+        return _sync_id(self._positions[sync.parameter], sync, stage, device, partition)
 
     def _device_updates(self) -> dict[int, int]:
         """Device -> nanoseconds for the updates of all its shards, with adding up gathered rows; devices without updates are left out.
@@ -279,6 +279,45 @@ def device_updates(plan: Plan, *, rows_alone: bool) -> Iterator[tuple[int, int]]
         size = part.updated_bytes if part.by_rows and rows_alone else shard_bytes(plan.graph, shard)
         for device in shard.devices:
             yield device, size
+
+
+def possible_tasks(plan: Plan) -> Iterator[tuple[Id, str, TaskKind]]:
+    """Id, name and kind of every task that synchronization may add. Those with nothing to move, or to update, do not take place. A
+    communication's id is that of its first chunk."""
+    yield ASKING, ASK_NAME, TaskKind.SYNC
+    yield _update_id(0, NORM), NORM_NAME, TaskKind.SYNC
+    for device in range(plan.device_count):
+        yield _update_id(device), update_name(device), TaskKind.UPDATE
+        yield _update_id(device, SETTLED), _settled_name(device), TaskKind.COMPRESS
+        if plan.offloaded:
+            yield from _host_tasks(device)
+    positions = {tensor.name: position for position, tensor in enumerate(plan.graph.parameters)}
+    for sync in plan.syncs:
+        method, position = method_for(sync), positions[sync.parameter]
+        works = list(method.ending(plan, sync))
+        for row in method.template_of(plan, sync).rows:
+            first = row.groups[0][0] if row.how is How.SUM and row.apart else 0
+            yield _sync_id(position, sync, row.stage, first), row_name(sync, row), TaskKind.SYNC
+            works += method.works(plan, sync, row.work) if row.work else ()
+        for work in works:
+            yield _sync_id(position, sync, work.stage, work.device), work.name, TaskKind.COMPRESS
+        for partition in range(len(sync.shards)) if sync.contract.has_servers else ():
+            yield _sync_id(position, sync, SERVE, partition=partition), serve_name(sync, partition), TaskKind.UPDATE
+
+
+def _sync_id(position: int, sync: ShardSync, stage: int, device: int = 0, partition: int = 0) -> Id:
+    return SYNC, position, stage, sync.index, device, partition
+
+
+def _update_id(device: int, stage: int = 0) -> Id:
+    return UPDATE, device, stage, 0, 0, 0
+
+
+def _host_tasks(device: int) -> Iterator[tuple[Id, str, TaskKind]]:
+    """The tasks by which its host updates for a device, in the order of its resources' places."""
+    yield _update_id(device, STAGES[DOWN]), to_host_name(device), TaskKind.SYNC
+    yield _update_id(device, STAGES[ON_HOST]), host_update_name(device), TaskKind.UPDATE
+    yield _update_id(device, STAGES[UP]), from_host_name(device), TaskKind.SYNC
 
 
 def _settled_name(device: int) -> str:

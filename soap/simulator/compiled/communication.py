@@ -118,15 +118,14 @@ def allreduce(R: Groups, group: int, size: int) -> tuple[int, int]:
 
 
 @compiled
-def parted_ns(R: Groups, S: Scratch, group: int, size: int) -> tuple[int, int]:
-    """(duration in ns, devices) of a collective of equal parts, ``size`` bytes together, over a set behind the mark (``Groups.sets``). Adds
+def parted_ns(R: Groups, S: Scratch, group: int, size: int) -> int:
+    """Duration in ns of a collective of equal parts, ``size`` bytes together, over a set behind the mark (``Groups.sets``). Adds
     its links to ``res``."""
     duration, way = allreduce(R, group, size)
     for i in range(R.resource_n[way]):
         hold(S, R.static[R.resource[way] + i])
-    devices = R.sets.ptr[group + 1] - R.sets.ptr[group] - 1
-    S.count[BUSIEST] = -devices
-    return duration, devices
+    S.count[BUSIEST] = 1 - (R.sets.ptr[group + 1] - R.sets.ptr[group])
+    return duration
 
 
 @compiled

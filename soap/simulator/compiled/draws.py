@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from soap.cluster.topology import Topology
 from soap.plan.syncs.seam import COMBINE, RESTORE, SELECT
@@ -27,7 +28,7 @@ from soap.simulator.compiled.tile_times import AGAIN, PASSES, WEIGHTS
 from soap.simulator.compiled.trial import Trial, make_trial
 from soap.simulator.compiled.variants import CELLS, COSTS, ROW_COSTS
 from soap.simulator.compiled.world import World
-from soap.simulator.draws import COMMUNICATED, Draws, Risk, links_between_hosts
+from soap.simulator.draws import COMMUNICATED, Draws, Risk
 from soap.strategy.recomputation import LIGHT
 
 MEAN, TAIL, Q80, WORST = range(len(Risk))
@@ -68,15 +69,15 @@ DRAWN = ("duration", "launch", "latency", "overhead")
 """The fields of a state that a draw changes."""
 
 
-def draw_tables(draws: Draws, topology: Topology, slots: int) -> DrawTables:
-    """The tables of these draws, for a state with so many slots."""
+def draw_tables(draws: Draws, topology: Topology, between_hosts: NDArray[np.bool_], slots: int) -> DrawTables:
+    """The tables of these draws, for a state with so many slots. ``between_hosts``: by link."""
     spreads, types = draws.spreads, {device.type.name: device.type for device in topology.devices}
     kinds = [types[name] for name in device_types(topology)]
     compressing = [spreads.of_compression(kind, selects=selects) for kind in kinds for selects in (True, False)]
     groups = [*(spreads.of_communication(kind) for kind in COMMUNICATED), spreads.of_server(), *compressing]
     return DrawTables(
         count=np.array([draws.count, list(Risk).index(draws.risk)], np.int64),
-        between_hosts=links_between_hosts(topology).astype(np.int32),
+        between_hosts=between_hosts.astype(np.int32),
         factor=np.array([draws.factors(errors) for errors in groups]).ravel(),
         overhead=draws.factors(spreads.of_overhead()),
         launch=np.array([draws.factors(spreads.of_launch(kind)) for kind in kinds]).ravel(),

@@ -138,7 +138,7 @@ def play(graph: GraphTables, state: State, groups: Groups, earlier: Trial, trial
             size[MAKESPAN] = end
             if end > at_most:
                 return STOPPED
-        _settle_successors(G, C, R, Q, slot, end)
+        tell_successors(G, C, R, settle, Q, slot, end)
     return size[MAKESPAN]
 
 
@@ -160,72 +160,72 @@ def _compute(C, R, T, slot):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def _settle_successors(G, C, R, Q, slot, end):  # type: ignore[no-untyped-def]
-    """Tell all that wait for a slot that it has ended."""
+def tell_successors(G, C, R, tell, Q, slot, end):  # type: ignore[no-untyped-def]
+    """``tell(Q, successor, end)`` of each edge from a slot: ``settle``, or what notes the edge."""
     kind, op = C.kind[slot], C.owner[slot]
     if kind <= BACKWARD_TILE and C.follow[slot] > 0:
-        settle(Q, C.follow[slot], end)
+        tell(Q, C.follow[slot], end)
     if kind == FORWARD_TILE:
-        _settle_row(C, Q, C.row[op] + C.index[slot], end)
+        _tell_row(C, tell, Q, C.row[op] + C.index[slot], end)
         if C.gather_row[op] >= 0:
-            _settle_row(C, Q, C.gather_row[op] + C.index[slot], end)
+            _tell_row(C, tell, Q, C.gather_row[op] + C.index[slot], end)
         own = slot + C.tiles[op]  # its own backward pass
         if C.alive[own]:
-            settle(Q, own, end)
+            tell(Q, own, end)
             if runs_again(C.marked[op]):
-                settle(Q, own + 2 * C.tiles[op], end)  # its second run
+                tell(Q, own + 2 * C.tiles[op], end)  # its second run
             elif C.marked[op] == OFFLOADED:
-                settle(Q, own + 3 * C.tiles[op], end)  # its copy to the host
+                tell(Q, own + 3 * C.tiles[op], end)  # its copy to the host
     elif kind == AGAIN_TILE:
-        _settle_row(C, Q, C.row[op] + C.tiles[op] + C.index[slot], end)
-        settle(Q, slot - 2 * C.tiles[op], end)  # its own backward pass
+        _tell_row(C, tell, Q, C.row[op] + C.tiles[op] + C.index[slot], end)
+        tell(Q, slot - 2 * C.tiles[op], end)  # its own backward pass
     elif kind == NEED:
         for i in range(G.source_ptr[op], G.source_ptr[op + 1]):
             if C.need_row[G.source[i]] >= 0:
-                _settle_row(C, Q, C.need_row[G.source[i]] + C.index[slot], end)
-        settle(Q, slot + C.tiles[op], end)  # its own second run, or copy back
+                _tell_row(C, tell, Q, C.need_row[G.source[i]] + C.index[slot], end)
+        tell(Q, slot + C.tiles[op], end)  # its own second run, or copy back
     elif kind == COPY_AWAY:
-        settle(Q, slot - C.tiles[op], end)  # the copy back
+        tell(Q, slot - C.tiles[op], end)  # the copy back
     elif kind == COPY_BACK:
-        settle(Q, slot - 2 * C.tiles[op], end)  # its own backward pass
+        tell(Q, slot - 2 * C.tiles[op], end)  # its own backward pass
     elif kind == BACKWARD_TILE:
         for i in range(G.source_ptr[op], G.source_ptr[op + 1]):
-            _settle_row(C, Q, C.back_row[G.source[i]] + C.index[slot], end)
+            _tell_row(C, tell, Q, C.back_row[G.source[i]] + C.index[slot], end)
         if C.gather_row[op] >= 0:
-            _settle_row(C, Q, C.gather_row[op] + C.tiles[op] + C.index[slot], end)
+            _tell_row(C, tell, Q, C.gather_row[op] + C.tiles[op] + C.index[slot], end)
         if C.divided[op]:
-            settle(Q, weights_slot(C, op) + C.index[slot], end)
+            tell(Q, weights_slot(C, op) + C.index[slot], end)
         else:
-            _settle_gradients(C, Q, slot, op, end)
+            _tell_gradients(C, tell, Q, slot, op, end)
     elif kind == WEIGHTS_TILE:
-        _settle_gradients(C, Q, slot, op, end)
+        _tell_gradients(C, tell, Q, slot, op, end)
     elif kind == OTHER:
-        _settle_row(C, Q, C.index[slot], end)
+        _tell_row(C, tell, Q, C.index[slot], end)
     elif kind == SYNC_BUCKET:
         for i in range(R.sets.ptr[C.index[slot]], R.sets.ptr[C.index[slot] + 1]):
-            settle(Q, R.sets.item[i], end)
+            tell(Q, R.sets.item[i], end)
     elif kind == SYNC_DEVICE:
-        settle(Q, C.index[slot], end)
+        tell(Q, C.index[slot], end)
     elif kind == SYNC_NORM:
-        _settle_row(C, Q, C.index[slot], end)
+        _tell_row(C, tell, Q, C.index[slot], end)
         for device in range(len(C.busy)):
-            settle(Q, device, end)
+            tell(Q, device, end)
     elif kind == UPDATE_DEVICE and C.update_row[slot] >= 0:
-        _settle_row(C, Q, C.update_row[slot], end)
+        _tell_row(C, tell, Q, C.update_row[slot], end)
 
 
 @inlined
-def _settle_gradients(C, Q, slot, op, end):  # type: ignore[no-untyped-def]
-    """Tell all that wait for a tile's parameter gradients that they are there."""
+def _tell_gradients(C, tell, Q, slot, op, end):  # type: ignore[no-untyped-def]
+    """``tell_successors`` of a tile that has made its parameters' gradients."""
     if C.sync_row[op] >= 0:
-        _settle_row(C, Q, C.sync_row[op] + C.index[slot], end)
-    settle(Q, C.resource[slot], end)  # the device's update
+        _tell_row(C, tell, Q, C.sync_row[op] + C.index[slot], end)
+    tell(Q, C.resource[slot], end)  # the device's update
 
 
 @inlined
-def _settle_row(C, Q, row, end):  # type: ignore[no-untyped-def]
+def _tell_row(C, tell, Q, row, end):  # type: ignore[no-untyped-def]
     for k in range(C.arena[row], C.arena[row + 1]):
-        settle(Q, C.arena[k], end)
+        tell(Q, C.arena[k], end)
 
 
 @entry

@@ -15,16 +15,17 @@ from soap.simulator.compiled.state import Groups
 
 
 class DeviceGroups:
-    """Grows as compiled code asks for sets."""
+    """Grows as compiled code asks for sets. ``cluster``: of tasks that are lowered; those that are only played know what they hold."""
 
-    def __init__(self, communication: Communication, cluster: ClusterTables) -> None:
+    def __init__(self, communication: Communication, cluster: ClusterTables | None = None) -> None:
         self._communication = communication
         self._sets, self._numbers = GrowingLists(), dict[tuple[int, ...], int]()
         self._static = Growing(np.int32)
         self._static.add(np.arange(communication.topology.device_count))
-        self._static.add(cluster.route)
-        self._static.add(cluster.lift)
-        self._way_ptr, self._latency, self._per_byte = Growing(np.int64), Growing(np.float64), Growing(np.float64)
+        for known in () if cluster is None else (cluster.route, cluster.lift):
+            self._static.add(known)
+        self._members, self._way_ptr = Growing(np.int32), Growing(np.int64)
+        self._latency, self._per_byte = Growing(np.float64), Growing(np.float64)
         self._resource, self._resource_n = Growing(np.int64), Growing(np.int32)
         self._way_ptr.add([0])
         self._port_device = _port_devices(communication.topology)
@@ -49,6 +50,7 @@ class DeviceGroups:
         self._sets.add(devices)
         self._numbers[devices] = len(self._numbers)
         count = self._communication.topology.device_count
+        self._members.add([self._communication.members(devices)])
         if devices[0] == count:
             options = self._communication.parted_options(devices[1:])
         else:
@@ -64,6 +66,7 @@ class DeviceGroups:
         """The tables for compiled code, with room behind what is there: the same ones until that is full."""
         found = Groups(
             sets=self._sets.arrays(),
+            members=self._members.room,
             way_ptr=self._way_ptr.room,
             latency_seconds=self._latency.room,
             seconds_per_byte=self._per_byte.room,

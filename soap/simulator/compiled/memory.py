@@ -1,13 +1,8 @@
-"""Lower and upper bounds of each device's peak memory, for the strategies of a search (compiled).
+"""An upper bound of each device's peak memory in any order of its tasks, for the strategies of a search (compiled).
 
-The exact model is ``memory.peaks``. The sums here are the same, except that the exact model finds in the whole plan what is held only once.
-So the upper bound here is larger where operators read the same part of the batch, where a parameter's users cut it differently (their
-regions are counted one by one), for buckets, and for what servers own. The lower bound leaves all these out.
-
-A plan also fits if the peak of its simulated order does (``peaks.lacking_bytes``). A bound from below of that peak is what is certainly
-there when the loss is known, in any order: parameters and the optimizer's states, the batch, and what autograd keeps. If a device's limit
-lies between this one and the upper bound, ask the exact model. For strategies that are not played the upper bound decides: ``certain`` is
-``total``.
+The exact bound is ``memory.peaks``. The sums here are the same, except that the exact one finds in the whole plan what is held only once.
+So this one is larger where operators read the same part of the batch, where a parameter's users cut it differently (their regions are
+counted one by one), for buckets, and for what servers own. A strategy of which it says that it fits does; about others ask the exact model.
 """
 
 from __future__ import annotations
@@ -20,40 +15,25 @@ from soap.simulator.compiled.machine_code import entry
 from soap.simulator.compiled.marks import runs_again
 from soap.simulator.compiled.memory_tables import (
     ACTIVATIONS,
-    ASSEMBLED,
     COLLECTED,
-    COLLECTED_AT_ONCE,
-    COLLECTED_DOUBTFUL,
-    COLLECTED_TWICE,
     COMPACT,
-    DOUBTFUL,
     FITS,
     GRADIENTS,
     HELD,
-    HELD_DOUBTFUL,
     KEPT,
-    LACKING,
     LARGEST_ADDED,
     LARGEST_GRADIENT,
     LARGEST_SHARD,
     LARGEST_SUM,
-    LARGEST_SURE_GRADIENT,
     LARGEST_TILE,
-    LEAST_GIVEN,
-    LEAVING,
     MADE,
-    MOST_GIVEN,
     PARAMETER_GRADIENTS,
     PARTS,
     PRODUCTS,
     READ,
     REGIONS,
     SENT,
-    SENT_BETWEEN,
-    SURE,
-    SURELY_KEPT,
     TRAINABLE,
-    TRAINABLE_DOUBTFUL,
     UNKNOWN,
     MemoryTables,
 )
@@ -63,16 +43,14 @@ from soap.simulator.compiled.syncs.gathered_memory import add_gathered
 from soap.simulator.compiled.syncs.memory import add_synchronized, away_bytes, cut_of
 from soap.simulator.compiled.transit import add_fetches, add_holdings, add_sent, add_sums
 from soap.simulator.compiled.variants import AWAY, CELLS
-from soap.simulator.compiled.variants import PARTS as PARTS_OF
 from soap.simulator.compiled.world import World
-from soap.simulator.memory.residency import ALLOWANCE
 from soap.strategy.kept import OFFLOADED
-from soap.strategy.recomputation import LIGHT, STAYS
+from soap.strategy.recomputation import LIGHT
 
 
 @entry
 def bound_memory(W: World, M: MemoryTables) -> int:
-    """Fill ``total`` and ``least`` for the strategy that the state holds; returns FITS, UNKNOWN or LACKING."""
+    """Fill ``total`` for the strategy that the state holds; returns FITS or UNKNOWN."""
     G, K, C, S = W.graph, W.cluster, W.state, W.scratch
     devices, operators = len(C.busy), len(G.backward)
     fill(M.step, 0, len(M.step), 0)
@@ -88,18 +66,17 @@ def bound_memory(W: World, M: MemoryTables) -> int:
         add_sent(W, M, op)
         add_sums(W, M, op)
         add_holdings(W, M, op)
-    fits, lacking = hosts_fit(M, C), False
+    fits = _hosts_fit(M, C)
     for device in range(devices):
         _sum_up(K, M, operators, device)
         fits &= M.total[device] <= M.limit[device]
-        lacking |= M.certain[device] > M.limit[device]
-    return LACKING if lacking else FITS if fits else UNKNOWN
+    return FITS if fits else UNKNOWN
 
 
 @compiled
-def hosts_fit(M, C):  # type: ignore[no-untyped-def]
+def _hosts_fit(M, C):  # type: ignore[no-untyped-def]
     """Whether hosts certainly have enough memory for the strategy."""
-    return not (M.fixed[3] != 0 and _any_servers(C)) and not (M.fixed[4] != 0 and _any_offloads(C))
+    return not (M.fixed[2] != 0 and _any_servers(C)) and not (M.fixed[3] != 0 and _any_offloads(C))
 
 
 @compiled
@@ -128,18 +105,11 @@ def _sum_up(K, M, operators, device):  # type: ignore[no-untyped-def]
         peak = max(peak, level)
     part, states = M.part, M.fixed[1]
     backward = peak + part[LARGEST_TILE, device] + part[LARGEST_ADDED, device] + 2 * part[LARGEST_GRADIENT, device]
-    backward += part[COLLECTED, device] + part[COLLECTED_TWICE, device] + part[SENT, device] + part[SENT_BETWEEN, device]
-    held, trainable, work = part[HELD, device], part[TRAINABLE, device], M.fixed[MOST_GIVEN] + part[ACTIVATIONS, device] + backward
+    backward += part[COLLECTED, device] + part[SENT, device]
+    held, trainable, work = part[HELD, device], part[TRAINABLE, device], M.fixed[0] + part[ACTIVATIONS, device] + backward
     bucket = min(trainable, BUCKET_BYTES + part[LARGEST_SHARD, device])
     updating = max(trainable, 3 * part[LARGEST_SHARD, device]) if states > 1 and K.serves_itself[device] else trainable
     M.total[device] = held + (1 + states) * trainable + max(work + max(part[LARGEST_SUM, device], bucket), updating)
-    held, trainable = held - part[HELD_DOUBTFUL, device], trainable - part[TRAINABLE_DOUBTFUL, device]
-    work -= 2 * (part[LARGEST_GRADIENT, device] - part[LARGEST_SURE_GRADIENT, device])
-    work += part[LARGEST_SUM, device] - part[DOUBTFUL, device] - part[COLLECTED_DOUBTFUL, device]
-    work += M.fixed[LEAST_GIVEN] - M.fixed[MOST_GIVEN]
-    M.least[device] = held + (1 + states) * trainable + max(work, trainable)
-    certain = held + states * trainable + M.fixed[LEAST_GIVEN] + max(part[SURE, device], trainable - part[LEAVING, device])
-    M.certain[device] = min(M.least[device], int((1 + ALLOWANCE) * certain)) if M.fixed[2] else M.total[device]
 
 
 @compiled
@@ -165,53 +135,37 @@ def _parameter(W, M, parameter):  # type: ignore[no-untyped-def]
     stamp = M.seen[0]
     for i in range(first, last):
         op, operand = M.user[i], M.user_operand[i]
-        cells, parts = V.rows[C.variant[op], CELLS], W.order.count[0]
-        each = max(1, cells // V.rows[C.variant[op], PARTS_OF])  # tiles of a micro-batch
+        cells = V.rows[C.variant[op], CELLS]
         at = M.rows[C.variant[op], REGIONS] + operand * cells
         for tile in range(C.tiles[op]):
             region, device = M.data[at + tile % cells], C.dev[C.dev_ptr[op] + tile]
             if region < 0:
                 continue
             size = M.region_volume[region] * itemsize
-            place, reader = 1 + region * devices + device, i * parts + tile % cells // each
+            place = 1 + region * devices + device
             if not disjoint:
                 part[ACTIVATIONS, device] += size
-                part[ASSEMBLED, device] += size
-                part[DOUBTFUL, device] += size
             if by_rows and G.backward[op]:
                 continue
             if M.seen[place] < 2 * stamp:
-                M.seen[place], M.seen_by[place] = 2 * stamp, reader
+                M.seen[place] = 2 * stamp
                 M.total[device] += size
-                continue
-            collected = size if disjoint and M.trainable[parameter] else 0
-            if M.seen[place] == 2 * stamp:
+            elif M.seen[place] == 2 * stamp:
                 M.seen[place] += 1
-                part[COLLECTED_TWICE, device] += collected
-            if M.seen_by[place] >= 0 and (M.seen_by[place] // parts != i or M.seen_by[place] == reader):
-                part[COLLECTED_AT_ONCE, device] += collected
-                reader = -1  # of several it is one sum
-            M.seen_by[place] = reader if M.seen_by[place] >= 0 else -1
+                part[COLLECTED, device] += size if disjoint and M.trainable[parameter] else 0
     whole = M.elements[parameter] * itemsize
     rest = 0  # what no tile reads is held by one of the devices, so the upper bound adds it to each
     if M.trainable[parameter] and not covered:
         rest = whole - (M.cut_volume[cut] * itemsize if disjoint else 0)
     for device in range(devices):
         held = min(M.total[device], whole)
-        doubtful = rest if disjoint and not has_server(code) else held + rest
         part[HELD, device] += held + rest
-        part[HELD_DOUBTFUL, device] += doubtful
         if M.trainable[parameter]:
             part[TRAINABLE, device] += held + rest
-            part[TRAINABLE_DOUBTFUL, device] += doubtful
-            away = away_bytes(W, M, code, device)
-            part[HELD, device] += away * (held + rest)
-            part[HELD_DOUBTFUL, device] += away * doubtful
+            part[HELD, device] += away_bytes(W, M, code, device) * (held + rest)
             part[LARGEST_SHARD, device] = max(part[LARGEST_SHARD, device], held, rest)
             part[COLLECTED, device] += 0 if disjoint else held
-            part[COLLECTED_DOUBTFUL, device] += 0 if disjoint else held
             part[COLLECTED, device] += held if has_server(code) else 0
-            part[COLLECTED_DOUBTFUL, device] += held if has_server(code) else 0
 
 
 @compiled
@@ -220,8 +174,7 @@ def _tiles(W, M, op):  # type: ignore[no-untyped-def]
     row = C.variant[op]
     cells, part = V.rows[row, CELLS], M.part
     kept, read, gradients, own = M.rows[row, KEPT], M.rows[row, READ], M.rows[row, GRADIENTS], M.rows[row, PARAMETER_GRADIENTS]
-    has_rows, sure = M.rows[row, COMPACT] >= 0, M.rows[row, SURELY_KEPT]
-    alone = C.tiles[op] == cells and C.marked[op] == STAYS  # of replicas, some may have no backward pass
+    has_rows = M.rows[row, COMPACT] >= 0
     made, away = M.rows[row, MADE], V.rows[row, AWAY]
     for tile in range(C.tiles[op]):
         device, cell = C.dev[C.dev_ptr[op] + tile], tile % cells
@@ -230,21 +183,18 @@ def _tiles(W, M, op):  # type: ignore[no-untyped-def]
         part[ACTIVATIONS, device] += M.data[M.rows[row, PRODUCTS] + cell] if C.marked[op] == LIGHT else 0
         if C.marked[op] == OFFLOADED:  # a CPU has both copies
             part[ACTIVATIONS, device] += V.away[away + cell] * (1 + K.serves_itself[device])
-        part[DOUBTFUL, device] += M.data[read + cell]
-        part[SURE, device] += M.data[sure + cell] if alone else 0
         part[LARGEST_TILE, device] = max(part[LARGEST_TILE, device], M.data[gradients + cell])
-        most, least = M.data[own + cell], M.data[own + cell]
+        most = M.data[own + cell]
         if has_rows:
-            most, least = _gradient(W, M, op, cell, most)
+            most = _gradient(W, M, op, cell, most)
         part[LARGEST_GRADIENT, device] = max(part[LARGEST_GRADIENT, device], most)
-        part[LARGEST_SURE_GRADIENT, device] = max(part[LARGEST_SURE_GRADIENT, device], least)
 
 
 @compiled
 def _gradient(W, M, op, cell, size):  # type: ignore[no-untyped-def]
-    """(at most, at least) bytes of a tile's parameter gradients, if it has only rows of some of the parameters."""
+    """Bytes of a tile's parameter gradients at most, if it has only rows of some of the parameters."""
     G, V, C = W.graph, W.variants, W.state
-    row, most, sure = C.variant[op], size, size
+    row, most = C.variant[op], size
     cells = V.rows[row, CELLS]
     for k in range(M.operand_ptr[op + 1] - M.operand_ptr[op]):
         parameter = M.operand[M.operand_ptr[op] + k]
@@ -252,5 +202,4 @@ def _gradient(W, M, op, cell, size):  # type: ignore[no-untyped-def]
         if region >= 0 and M.trainable[parameter] and has_server(C.sync[parameter]) and is_sparse(G, parameter):
             whole = M.region_volume[region] * M.itemsize[parameter]
             most += M.data[M.rows[row, COMPACT] + k * cells + cell] - whole
-            sure -= whole
-    return most, sure
+    return most

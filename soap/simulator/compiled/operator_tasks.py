@@ -42,15 +42,13 @@ def add_task(S, key, duration, overhead, resource, resource_n, size):  # type: i
 @compiled
 def add_sum(W, first_output, red, key, gradient):  # type: ignore[no-untyped-def]
     """Add an all-reduce; if the sum is left in cells, a reduce-scatter (for gradients an all-gather)."""
-    G, V, K, R, S = W.graph, W.variants, W.cluster, W.groups, W.scratch
+    G, V, K, S = W.graph, W.variants, W.cluster, W.scratch
     first, last = S.r_dev_ptr[red], S.r_dev_ptr[red + 1]
     out = first_output + S.r_out[red]
     itemsize = G.output_itemsize[out] if gradient else G.output_partial_itemsize[out]
     size = V.box_volume[S.r_box[red]] * itemsize
     if S.r_cells[red] < 0:
-        duration, way = allreduce(R, find_list(R.sets, S.r_dev[first:last]), size)
-        overhead = sum_overhead_ns(K, last - first, duration)
-        return add_task(S, key, duration, overhead, R.resource[way], R.resource_n[way], 2 * (last - first - 1) * size)
+        return _add_all_reduce(W, red, key, size)
     begin_links(S)
     begin_flows(S)
     resources, largest = S.count[RESOURCES], 0
@@ -68,11 +66,18 @@ def add_sum(W, first_output, red, key, gradient):  # type: ignore[no-untyped-def
 @compiled
 def add_count(W, red, key):  # type: ignore[no-untyped-def]
     """Add the sum of the labels that the devices of a reduction count."""
-    K, R, S = W.cluster, W.groups, W.scratch
+    return _add_all_reduce(W, red, key, COUNT_BYTES)
+
+
+@compiled
+def _add_all_reduce(W, red, key, size):  # type: ignore[no-untyped-def]
+    """Add an all-reduce over the devices of a reduction."""
+    R, S = W.groups, W.scratch
     first, last = S.r_dev_ptr[red], S.r_dev_ptr[red + 1]
-    duration, way = allreduce(R, find_list(R.sets, S.r_dev[first:last]), COUNT_BYTES)
-    overhead = sum_overhead_ns(K, last - first, duration)
-    return add_task(S, key, duration, overhead, R.resource[way], R.resource_n[way], 2 * (last - first - 1) * COUNT_BYTES)
+    group = find_list(R.sets, S.r_dev[first:last])
+    duration, way = allreduce(R, group, size)
+    overhead = sum_overhead_ns(W.cluster, last - first, duration)
+    return add_task(S, key, duration, overhead, R.resource[way], R.resource_n[way], 2 * (R.members[group] - 1) * size)
 
 
 @compiled

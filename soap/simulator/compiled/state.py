@@ -120,13 +120,15 @@ class Lists(NamedTuple):
 class Groups(NamedTuple):
     """Sets of devices that sum together (``sets``, each ascending), or behind a mark, the number of all devices, gather and scatter equal
     parts. Group g has the ways ``way_ptr[g]:way_ptr[g + 1]`` to sum; each takes
-    ``latency_seconds`` + ``seconds_per_byte`` * bytes and holds ``static[resource:resource + resource_n]``. ``static`` begins with the
+    ``latency_seconds`` + ``seconds_per_byte`` * bytes and holds ``static[resource:resource + resource_n]``. ``members``: by group, how many
+    devices sum, in a folded plan of the whole cluster's. ``static`` begins with the
     devices one by one, the routes of messages and what copies to hosts and back hold. ``port_device``: by resource, the device of its port,
     or -1. ``shortest_chunk_ns``: see ``soap.simulator.chunks``. ``cold_penalty``, ``cold_behind_messages``: the points of
     ``Topology.cold_penalty``, from (0, 0) on.
     """
 
     sets: Lists
+    members: Ints
     way_ptr: Longs
     latency_seconds: Floats
     seconds_per_byte: Floats
@@ -143,8 +145,10 @@ class SyncTemplates(NamedTuple):
     """How regions may be synchronized: ``plan.syncs.seam.Template``, by number. ``known``: lists of a code, what reaches the region (0: no
     gradient, 1: one does, 2: it is frozen), 1 + the number of its compression or 0, and the readers; ``number``: by list, its template.
 
-    By template: its rows ``row_ptr[t]:row_ptr[t + 1]``; ``readers``, a set; ``parts``: into how many parts a region is cut, 0 if readers
-    own all of it; ``inside`` from ``inside_ptr`` on: by reader, which of them it owns; ``added``; ``even``: whether all readers are
+    By template: its rows ``row_ptr[t]:row_ptr[t + 1]``; ``readers``, a set; ``sharers``: into how many parts a region is cut, 0 if readers
+    own all of it; ``parts``: how many of these have an owner in each copy, all but in a folded plan; ``inside`` from ``inside_ptr`` on: by
+    reader, which of them it owns; ``first_part``: where these parts begin in ``place_ptr``, by which each has its places among all in
+    ``place``: one, in a folded plan those of all for which its owner stands; ``added``; ``even``: whether all readers are
     accelerators; ``offloads``: whether hosts update; ``by_rows``: whether only rows with a gradient do; ``partitions`` on servers;
     ``ending``: which of WORKS comes last, or -1; ``wire_bits``: of an element on its way, 0 if as many as its type has; ``limits`` from 2 t
     on: bytes at which the first bucket closes, and each later one, 0 if regions travel alone. ``told`` and ``asked``, from their ``_ptr``
@@ -160,7 +164,11 @@ class SyncTemplates(NamedTuple):
     number: Ints
     row_ptr: Longs
     readers: Ints
+    sharers: Ints
     parts: Ints
+    first_part: Longs
+    place_ptr: Longs
+    place: Ints
     inside_ptr: Longs
     inside: Ints
     added: Ints

@@ -18,6 +18,12 @@ def task_key(phase: int, position: int, stage: int, a: int, b: int, c: int, chun
     above = phase // PHASES | position // POSITIONS | stage // STAGES | a // TILES | b // OPERANDS | c // PIECES | chunk // CHUNKS
     if above:  # not 0 if some part is too large, or negative
         raise ValueError(UNNUMBERED)
+    return packed(phase, position, stage, a, b, c, chunk)
+
+
+@compiled
+def packed(phase: int, position: int, stage: int, a: int, b: int, c: int, chunk: int) -> tuple[int, int]:
+    """``task_key`` of parts that are known to be small enough."""
     return ((phase * MICRO_BATCHES * POSITIONS + position) * STAGES + stage) * TILES + a, (b * PIECES + c) * CHUNKS + chunk
 
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
 from soap.plan.compression.seam import WORKS, layout_of
 from soap.plan.syncs.amounts import Group
 from soap.plan.syncs.keeping import serving
 from soap.plan.syncs.seam import WHOLE, Amount, How, Of, Setting, Template, method_of
+from soap.simulator.communication.prices import Communication
 from soap.simulator.compiled.groups import DeviceGroups
 from soap.simulator.compiled.growing import Growing, are_same
 from soap.simulator.compiled.lists import GrowingLists
@@ -27,21 +27,21 @@ IDLE, GRADIENT, FROZEN = range(3)
 class Templates:
     """Grows as compiled code asks for templates. Regions with equal templates that may travel together have one number."""
 
-    def __init__(self, graph: OperatorGraph, topology: Topology, codes: SyncCodes, groups: DeviceGroups) -> None:
-        self._graph, self._topology, self._codes, self._groups = graph, topology, codes, groups
+    def __init__(self, graph: OperatorGraph, communication: Communication, codes: SyncCodes, groups: DeviceGroups) -> None:
+        self._graph, self._communication, self._codes, self._groups = graph, communication, codes, groups
         self._known, self._numbers = GrowingLists(), dict[tuple[object, ...], int]()
         kinds = SyncTemplates.__annotations__.items()
         self._columns = {name: Growing(np.int64 if "Longs" in str(kind) else np.int32) for name, kind in kinds if name != "known"}
-        for name in ("row", "inside", "told", "asked", "amount", "item"):
+        for name in ("row", "place", "inside", "told", "asked", "amount", "item"):
             self._columns[f"{name}_ptr"].add([0])
-        self._accelerators = frozenset(device.index for device in topology.devices if device.type.kind != "cpu")
+        self._accelerators = frozenset(device.index for device in communication.topology.devices if device.type.kind != "cpu")
         self._arrays: SyncTemplates | None = None
 
     def add(self, key: tuple[int, ...]) -> None:
         """Add the template of a list of ``SyncTemplates.known``."""
         code, need, setting, *devices = key
         sync, readers = self._codes.sync(code), tuple(devices)
-        used, leaders = serving(self._topology, sync, readers)
+        used, leaders = serving(self._communication.topology, sync, readers)
         synchronized = need == GRADIENT or (need == FROZEN and used.contract.gathers_values)
         if not synchronized:
             used, leaders = replace(ALL_REDUCE, offload=sync.offload), readers
@@ -53,14 +53,20 @@ class Templates:
             kinds = tuple([own.kind for own in layout_of(settled, (1, 1), 4, peers).exchanges]) if settled is not None else ()
             how = Setting(self._accelerators.issuperset(readers), used.partitions, exchanges=kinds)
             found = method.template(readers, leaders, how) if synchronized else Template()
+            sharing = found.copies[0] if found.copies else ()
+            places = self._communication.places(sharing)
             self._put(
-                readers=[self._groups.number(readers)], parts=[len(found.copies[0]) if found.copies else 0], added=[found.added],
+                readers=[self._groups.number(readers)], sharers=[sum(map(len, places))], parts=[len(sharing)], added=[found.added],
+                first_part=[self._columns["place_ptr"].size - 1],
                 even=[how.even], offloads=[used.offload], by_rows=[used.contract.by_rows and synchronized],
                 partitions=[found.partitions], ending=[WORKS.index(found.ending) if found.ending else -1],
                 wire_bits=[used.contract.wire_bits or 0], limits=method.limits(self._graph) or (0, 0),
                 inside=[group.index(reader) for reader in readers for group in found.copies if reader in group],
                 told=[end for pair in found.told for end in pair], asked=[end for pair in found.asked for end in pair],
             )  # fmt: skip
+            for own in places:
+                self._put(place=own)
+                self._end("place", "place")
             self._add_rows(found, readers)
             for name in ("inside", "told", "asked"):
                 self._end(name, name)

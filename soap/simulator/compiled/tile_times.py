@@ -45,6 +45,7 @@ class TileTimes:
     ) -> None:
         """``tiles``: one tile of each kind; tiles of one kind take equal times. ``place``: by tile, which kind it is. ``divided``: whether
         their backward passes are in two."""
+        graph = graph.copies_of or graph  # costs are those of the whole graph's tiles
         self._graph, self._types, self._tiles, self._place = graph, types, tiles, place
         ask: list[Callable[[OperatorGraph, Tile, DeviceType], int]] = [costs.forward_ns, costs.backward_ns, costs.forward_ns, _nothing]
         if tiles and has_product(graph.operators[tiles[0].operator]):

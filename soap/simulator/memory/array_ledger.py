@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,21 @@ from numpy.typing import NDArray
 
 from soap.plan.memory_kinds import MemoryKind
 from soap.plan.syncs.gathering import UNDER_WAY
-from soap.simulator.memory.ledger import BEGINS, EARLY, ENDS, FREED, LATE, LEAVES, MADE, OVER, PLACES, MemoryCurve, curve_of
+from soap.simulator.memory.curves import (
+    BEGINS,
+    EARLY,
+    ENDS,
+    FREED,
+    LATE,
+    LEAVES,
+    MADE,
+    OVER,
+    PLACES,
+    MemoryCurve,
+    curves_of,
+    peaks_of,
+)
+from soap.simulator.memory.grouped import least, most
 from soap.simulator.memory.transit import SENT_BYTES, SENT_TENSORS
 
 Longs = NDArray[np.int64]
@@ -39,7 +53,7 @@ class ArrayLedger:
         start_ns: Any,
         end_ns: Any,
         size: Any,
-        kind: MemoryKind,
+        kind: MemoryKind | Longs,
         *,
         early: Flags = False,
         late: Flags = False,
@@ -48,17 +62,17 @@ class ArrayLedger:
         made: Flags = False,
         over: Flags = False,
     ) -> None:
-        """Devices hold ``size`` bytes of a kind from ``start_ns`` to ``end_ns``. At the same time, ends come before beginnings, but what
-        begins ``early`` is made from what ends ``late``, so both are held for that moment. Before all that, what ``leaves`` begins to, and
-        then something is ``freed``. After it something is ``made`` from what is then ``over``."""
+        """Devices hold ``size`` bytes of a kind (or of kinds by ``PLACES``) from ``start_ns`` to ``end_ns``. At the same time, ends come
+        before beginnings, but what begins ``early`` is made from what ends ``late``, so both are held for that moment. Before all that,
+        what ``leaves`` begins to, and then something is ``freed``. After it something is ``made`` from what is then ``over``."""
         device, start, end, size = np.broadcast_arrays(*(np.asarray(own, np.int64) for own in (device, start_ns, end_ns, size)))
         ends = np.where(over, OVER, np.where(np.logical_or(late, end == start), LATE, np.where(freed, FREED, ENDS)))
         begins = np.where(leaves, LEAVES, np.where(early, EARLY, np.where(made, MADE, BEGINS)))
         begins, ends = np.broadcast_arrays(begins, ends, device)[:2]
         there = (size != 0) & ((start < end) | ((start == end) & (begins < ends)))
-        place = np.full(len(np.atleast_1d(device)), PLACES[kind])
-        rows = np.stack([np.atleast_1d(own) for own in (device, start, begins, size)] + [place])[:, np.atleast_1d(there)]
-        freeing = np.stack([np.atleast_1d(own) for own in (device, end, ends, -size)] + [place])[:, np.atleast_1d(there)]
+        place = np.broadcast_to(PLACES[kind] if isinstance(kind, MemoryKind) else kind, device.shape)
+        rows = np.stack([np.atleast_1d(own) for own in (device, start, begins, size, place)])[:, np.atleast_1d(there)]
+        freeing = np.stack([np.atleast_1d(own) for own in (device, end, ends, -size, place)])[:, np.atleast_1d(there)]
         self.changes += [rows, freeing]
 
     def send(
@@ -70,7 +84,7 @@ class ArrayLedger:
         held = own[3] if held is None else held
         rows = np.stack([*own, *(np.broadcast_to(np.asarray(one, np.int64), own[0].shape) for one in (held, copied, made))])
         numbers = self._sent_count + np.arange(rows.shape[1])
-        self._sends.append(np.vstack([rows, numbers]))
+        self._sends.append(rows)
         self._sent_count += rows.shape[1]
         return numbers
 
@@ -91,86 +105,110 @@ class ArrayLedger:
         return np.where(self.is_accelerator[device], end_ns, self.end_ns)
 
     def curves(self) -> tuple[MemoryCurve, ...]:
-        """The curve of each device. What is sent is let go when the next one has been packed, or when there is room to add up what answers
-        it."""
+        """The curve of each device."""
+        return curves_of(self._all_changes(), len(self.is_accelerator))
+
+    def peaks(self) -> Longs:
+        """[device]: the most that it holds at any time."""
+        return peaks_of(self._all_changes(), len(self.is_accelerator))
+
+    def _all_changes(self) -> Longs:
+        """What is sent is let go when the next one has been packed, or when there is room to add up what answers it."""
         self._let_go_of_sent()
-        for rows, most in ((self._received, None), (self._few, UNDER_WAY)):
-            self._let_go_of_received(rows, most)
-        changes = np.concatenate([np.zeros((5, 0), np.int64), *self.changes], axis=1)
-        by_device = changes[:, np.argsort(changes[0], kind="stable")]
-        ends = np.searchsorted(by_device[0], np.arange(len(self.is_accelerator) + 1))
-        return tuple(curve_of(by_device[1:, a:b].T) for a, b in zip(ends[:-1], ends[1:], strict=True))
+        for rows, limit in ((self._received, None), (self._few, UNDER_WAY)):
+            self._let_go_of_received(rows, limit)
+            rows.clear()
+        self.changes = [np.concatenate([np.zeros((5, 0), np.int64), *self.changes], axis=1)]
+        return self.changes[0]
 
     def _let_go_of_sent(self) -> None:
         """What devices pack to send it, and what they send from where that lies."""
         if not self._sends:
             return
-        sends = np.concatenate(self._sends, axis=1)
-        device, start, answer, size, held, copied, made, number = sends
-        end_of = np.zeros(self._sent_count, np.int64)
-        for place, end in _until_free(
-            np.stack([device, start, answer, size]), np.lexsort((made, copied, held, size, answer, start, device))
-        ):
-            end_of[number[place]] = end
-        end = end_of[number]
+        device, start, answer, size, held, copied, made = np.concatenate(self._sends, axis=1)
+        count, stays = len(device), np.concatenate([np.zeros((5, 0), np.int64), *self._stays], axis=1)
+        self._sends, self._stays, self._sent_count = [], [], 0
+        lies = least(stays[0], stays[1], count, 0)
+        end = _until_free(np.stack([device, start, answer, size]), np.lexsort((lies, made, copied, held, size, answer, start, device)))
         later = end > start
-        own = (one[later] for one in (device, start, end, held))
-        self.hold(*own, MemoryKind.BUFFERS, early=copied[later] == 1, late=True, made=made[later] == 1)
-        if not self._stays:
-            return
-        send, of, since, whole, copy_bytes = np.concatenate(self._stays, axis=1)
-        at, begun, gone = np.zeros(self._sent_count, np.int64), np.zeros(self._sent_count, np.int64), end_of[send]
-        at[number], begun[number] = device, start
-        self.hold(at[send], begun[send], np.minimum(gone, since), copy_bytes, MemoryKind.BUFFERS, early=True)
-        order = np.lexsort((gone, of, at[send]))
-        last = np.flatnonzero(np.append((np.diff(of[order]) != 0) | (np.diff(at[send][order]) != 0), True)) if len(order) else order
-        kept = order[last]
-        still = kept[gone[kept] > since[kept]]
-        self.hold(at[send][still], since[still], gone[still], whole[still], MemoryKind.BUFFERS, late=True)
+        own, flags = (device[later], start[later], end[later], held[later]), {"early": copied[later] == 1, "made": made[later] == 1}
+        self.hold(*own, MemoryKind.BUFFERS, late=True, **flags)
+        send, of, since, whole, copy_bytes = stays
+        self.hold(device[send], start[send], np.minimum(end[send], since), copy_bytes, MemoryKind.BUFFERS, early=True)
+        keys = of * len(self.is_accelerator) + device[send]
+        _, first, lying = np.unique(keys, return_index=True, return_inverse=True)
+        gone = most(lying, end[send], len(first), 0)
+        still = gone > since[first]
+        first, gone = first[still], gone[still]
+        self.hold(device[send][first], since[first], gone, whole[first], MemoryKind.BUFFERS, late=True)
 
-    def _let_go_of_received(self, rows: list[Longs], most: int | None) -> None:
+    def _let_go_of_received(self, rows: list[Longs], limit: int | None) -> None:
         """What devices receive, and the sums that they make of that: one after the other, the oldest first. Where few may be under way they
         add up before there is room for others (gradients of gathered values may leave while these are there), else when they are there."""
         if not rows:
             return
         received = np.concatenate(rows, axis=1)
         device, start, answer, size, sums = received
-        end = np.zeros(len(device), np.int64)
-        free = list(_until_free(received[:4], np.lexsort((sums, size, answer, start, device)), most))
-        for place, own in free:
-            end[place] = own
-        places = np.array([place for place, _ in free], np.int64)
-        left = places[(sums[places] > 0) & (end[places] == answer[places])]
-        left = left[np.lexsort((sums[left], size[left], answer[left], start[left], device[left]))]
-        turn = np.full(len(device), 1 if most is None else -1, np.int64)
-        counts = np.bincount(device[left], minlength=len(self.is_accelerator))
-        begins = np.cumsum(counts) - counts
-        turn[left] = np.arange(len(left)) - begins[device[left]] - counts[device[left]]
         summed = sums > 0
+        end = _until_free(received[:4], np.lexsort((sums, size, answer, start, device)), limit)
+        turn = self._turns(received, np.flatnonzero(summed & (end == answer)), 1 if limit is None else -1)
         end = np.where(summed, np.maximum(start, end + turn), end)
         self.hold(device[summed], end[summed], self.end_ns, sums[summed], MemoryKind.GRADIENTS, early=True)
-        self.hold(device, start, end, size, MemoryKind.BUFFERS, leaves=most is not None, late=summed | (end == start))
+        self.hold(device, start, end, size, MemoryKind.BUFFERS, leaves=limit is not None, late=summed | (end == start))
+
+    def _turns(self, received: Longs, left: Longs, default: int) -> Longs:
+        """[received]: how many ns after it has come it is added up: those that are ``left`` in turn, so that the last one of a device is
+        1 ns before; equal ones together. ``default``: of the others."""
+        if not len(left):
+            return np.full(received.shape[1], default)
+        device, start, answer, size, sums = received
+        left = left[np.lexsort((sums[left], size[left], answer[left], start[left], device[left]))]
+        counts = np.bincount(device[left], minlength=len(self.is_accelerator))
+        place = np.arange(len(left)) - np.cumsum(counts)[device[left]]
+        _, alike = np.unique(received, axis=1, return_inverse=True)
+        return most(alike[left], place, int(alike.max(initial=0)) + 1, default)[alike]
 
 
-def _until_free(moving: Longs, order: Longs, most: int | None = None) -> Iterator[tuple[int, int]]:
-    """(place, when it is free) of each of these moves: until its answer, or until later ones of its device push it out. ``moving``: by move
-    its device, start, answer and bytes; ``order``: places by device, then by start. ``most``: tensors at a time. See
-    ``transit.until_free``."""
+def _until_free(moving: Longs, order: Longs, limit: int | None = None) -> Longs:
+    """When each of these moves is free: at its answer, or when later ones of its device push it out. ``moving``: by move its device, start,
+    answer and bytes; ``order``: places by device, then by start. ``limit``: tensors at a time. See ``transit.until_free``."""
+    end: Longs = moving[2].copy()
+    limit = SENT_TENSORS if limit is None else limit
+    crowded = np.isin(moving[0][order], _crowded(moving[:, order], limit))
+    own = order[crowded]
+    for place, time in _pushed_out(own.tolist(), moving[:, own].T.tolist(), limit):
+        end[place] = time
+    return end
+
+
+def _crowded(moving: Longs, limit: int) -> Longs:
+    """Devices on which moves may push others out: where more may be under way at a time. ``moving``: as in ``_until_free``, in order."""
+    device, start, answer, size = moving
+    scale, begun = int(answer.max(initial=0)) + 2, np.arange(1, len(device) + 1)
+    answers = device * scale + np.maximum(answer, start + 1)
+    by_answer = np.argsort(answers)
+    answered = np.searchsorted(answers[by_answer], device * scale + start, side="right")
+    under_way = np.cumsum(size) - np.append(0, np.cumsum(size[by_answer]))[answered]
+    crowded: Longs = np.unique(device[(begun - answered > limit) | ((begun - answered > 1) & (under_way > SENT_BYTES))])
+    return crowded
+
+
+def _pushed_out(places: Iterable[int], moving: Iterable[tuple[int, int, int, int]], limit: int) -> Iterator[tuple[int, int]]:
+    """(place, when) of the moves that later ones push out."""
     queue: deque[tuple[int, int, int]] = deque()
-    total, most, before = 0, SENT_TENSORS if most is None else most, -1
-    for place, (device, start, answer, size) in zip(order.tolist(), moving[:, order].T.tolist(), strict=True):
+    under_way, before, soonest = 0, -1, 0  # no answer comes before the soonest one
+    for place, (device, start, answer, size) in zip(places, moving, strict=True):
         if device != before:
-            yield from ((own, free) for own, free, _ in queue)
             queue.clear()
-            total, before = 0, device
-        for other in [other for other in queue if other[1] <= start]:
-            queue.remove(other)
-            total -= other[2]
-            yield other[:2]
+            under_way, before, soonest = 0, device, answer
+        if soonest <= start:
+            queue = deque([other for other in queue if other[1] > start])
+            under_way = sum(other[2] for other in queue)
+            soonest = min((other[1] for other in queue), default=answer)
         queue.append((place, answer, size))
-        total += size
-        while len(queue) > most or (len(queue) > 1 and total > SENT_BYTES):
-            pushed_out = queue.popleft()
-            total -= pushed_out[2]
-            yield pushed_out[0], start
-    yield from ((own, free) for own, free, _ in queue)
+        soonest = min(soonest, answer)
+        under_way += size
+        while len(queue) > limit or (len(queue) > 1 and under_way > SENT_BYTES):
+            oldest, _, freed = queue.popleft()
+            under_way -= freed
+            yield oldest, start

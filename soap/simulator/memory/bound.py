@@ -3,58 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from math import inf
 from typing import Any
 
 import numpy as np
 
 from soap.model.graph import TensorKind
 from soap.model.regions import Box, volume
-from soap.plan.samples import divided_inputs
 from soap.simulator.compiled.graph_arrays import Ints, Longs
 from soap.simulator.compiled.growing import Growing
 from soap.simulator.compiled.handles import blank, handle
 from soap.simulator.compiled.memory import bound_memory
-from soap.simulator.compiled.memory_estimate import estimate_memory
-from soap.simulator.compiled.memory_tables import (
-    ASKED_AT,
-    COLUMNS,
-    FIT_UP_TO,
-    FITS,
-    LACKED_FROM,
-    LACKING,
-    PARTS,
-    SLACK,
-    UNKNOWN,
-    WHOLE,
-    MemoryTables,
-)
-from soap.simulator.compiled.ordered_memory import order_memory
-from soap.simulator.compiled.pass_places import PlaceTables, count_passes
+from soap.simulator.compiled.memory_tables import COLUMNS, PARTS, MemoryTables
 from soap.simulator.engine import Engine
 from soap.simulator.memory.hosts import hosts_may_lack
-from soap.simulator.memory.residency import ALLOWANCE
 from soap.simulator.memory.variant_memory import Regions, VariantMemory
-
-NOTHING_LACKED = 1 << 62
-FIRST_SLACK = WHOLE // 50
-"""See ``memory_tables.SLACK``: 2%. Each answer that such a strategy does not fit halves it, each one that fits restores it."""
 
 NO_TABLES = handle(blank(MemoryTables))
 """Empty tables, for compiled code that does not use them."""
 
-MOST_KNOWN = 2**27
-"""Of ``PlaceTables.done``, which takes 4 bytes for each node and device. Where it would be larger, nothing is known of other devices."""
-
 
 class MemoryBound:
-    """Bounds of the memory that an engine's strategy needs on each device. It shares the engine's arrays: do not use both at once."""
+    """A bound of the memory that an engine's strategy needs on each device. It shares the engine's arrays: do not use both at once."""
 
-    def __init__(self, engine: Engine, limits_bytes: Sequence[int], optimizer_states: int = 2, *, played: bool = True) -> None:
+    def __init__(self, engine: Engine, limits_bytes: Sequence[int], optimizer_states: int = 2) -> None:
         """``limits_bytes``: each device's memory. ``optimizer_states``: tensors of a parameter's size that the optimizer keeps for it.
-        ``played``: whether a strategy fits if the order that is played does; if not, the upper bound decides and no verdict is UNKNOWN.
-        But where a host may lack memory for parameter servers or for what it keeps, which is not bounded here, no verdict on strategies
-        with these is FITS: UNKNOWN stands for it."""
+        Where a host may lack memory for parameter servers or for what it keeps, which is not bounded here, no verdict on strategies with
+        these is FITS: UNKNOWN stands for it."""
         self._engine = engine
         graph = engine.graph.copies_of or engine.graph  # of all copies, whose footprints are known
         self._rows: Longs = np.zeros((1, COLUMNS), np.int64)
@@ -65,7 +39,7 @@ class MemoryBound:
         self._cuts: dict[frozenset[Box], int] = {}
         self._cut_volume = Growing(np.int64)
         self._filled: set[int] = set()
-        self._seen, self._seen_by = np.zeros(1, np.int64), np.zeros(1, np.int64)
+        self._seen = np.zeros(1, np.int64)
         users: list[list[tuple[int, int]]] = [[] for _ in graph.parameters]
         numbers = {tensor.name: number for number, tensor in enumerate(graph.parameters)}
         for position, op in enumerate(graph.operators):
@@ -74,8 +48,6 @@ class MemoryBound:
         pairs = np.array([pair for own in users for pair in own], np.int32).reshape(-1, 2)
         given = [t for t in graph.tensors.values() if t.kind in (TensorKind.INPUT, TensorKind.CONSTANT)]
         most, devices = sum(t.bytes for t in given) + graph.next_state_bytes, engine.topology.device_count
-        read = sum(graph.tensors[name].bytes for name in divided_inputs(graph)) if engine.topology.own_samples else 0
-        batch = most, most - read, most - read + read // devices
         self._memories = engine.shared.memories
         lack = [hosts_may_lack(graph, engine.topology, optimizer_states, offloading=offloading) for offloading in (False, True)]
         self._fixed: dict[str, Any] = {
@@ -89,18 +61,11 @@ class MemoryBound:
             "operand": np.array([numbers[o.tensor] for op in graph.operators for o in op.parameters], np.int32),
             "looked_up": np.zeros(devices, np.int64),
             "trainable": np.array([t.requires_grad for t in graph.parameters], np.int32),
-            "fixed": np.array([batch[0], optimizer_states, played, *lack, *batch[1:]], np.int64),
+            "fixed": np.array([most, optimizer_states, *lack], np.int64),
             "limit": np.array(limits_bytes, np.int64),
             "part": np.zeros((PARTS, devices), np.int64),
             "step": np.zeros(devices * (len(graph.operators) + 2), np.int64),
             "total": np.zeros(devices, np.int64),
-            "least": np.zeros(devices, np.int64),
-            "certain": np.zeros(devices, np.int64),
-            "guess": np.array([0, NOTHING_LACKED, FIRST_SLACK, 0], np.int64),
-            "level": np.zeros(devices, np.int64),
-            "highest": np.zeros(devices, np.int64),
-            "dropped": np.zeros(devices, np.int64),
-            "leaves": np.zeros(len(graph.operators), np.int32),
         }
         self._handle: MemoryTables | None = None
 
@@ -121,95 +86,24 @@ class MemoryBound:
             self._filled.update(missing)
             room = 1 + self._region_volume.size * self._engine.topology.device_count
             if room > len(self._seen):
-                self._seen, self._seen_by = np.zeros(2 * room, np.int64), np.zeros(2 * room, np.int64)
+                self._seen = np.zeros(2 * room, np.int64)
             arrays: dict[str, Any] = {
                 "rows": self._rows, "data": self._data.array(), "cut": self._cut.array(),
                 "cut_ptr": self._cut_ptr, "cut_volume": self._cut_volume.array(), "region_volume": self._region_volume.array(),
-                "seen": self._seen, "seen_by": self._seen_by,
+                "seen": self._seen,
             }  # fmt: skip
             self._handle = handle(MemoryTables(**arrays, **self._fixed))
         return self._handle
 
     def verdict(self) -> int:
-        """FITS, UNKNOWN or LACKING: what the bounds say about the engine's proposal, or, without one, the strategy that it holds. With
-        micro-batches also the bound for their order."""
-        found = self._verdict_for_any_order()
-        played = bool(self._fixed["fixed"][2])
-        if found == FITS or (found == LACKING and played) or not self._is_ordered():
-            return found
-        fits_hosts, expected = self._expected_in_order()
-        return FITS if fits_hosts and bool(np.all(expected <= self._fixed["limit"])) else found
-
-    def _verdict_for_any_order(self) -> int:
+        """FITS or UNKNOWN: what the bound says about the engine's proposal, or, without one, the strategy that it holds."""
         return self._engine.consult(lambda: int(bound_memory(self._engine.world, self._asked())))
 
-    def _is_ordered(self) -> bool:
-        return self._engine.variants.micro_batches.count > 1
-
-    def _expected_in_order(self) -> tuple[bool, Longs]:
-        """(whether hosts certainly have enough, by device what is expected of its peak at most); the verdict for any order is there."""
-        fits_hosts, in_order = ordered_bytes(self._engine, self._asked())
-        return fits_hosts, np.minimum(self._fixed["total"], np.ceil((1 + ALLOWANCE) * in_order).astype(np.int64))
-
-    def likely(self, *, better: bool = True) -> int:
-        """``verdict``, but where that is UNKNOWN perhaps LIKELY or UNLIKELY, as ``memory_estimate`` has it. ``better``: see there."""
-        found = self.verdict()
-        if found != UNKNOWN or not self._fixed["fixed"][2]:
-            return found
-        trial = self._engine.last_trial()
-        return self._engine.consult(lambda: int(estimate_memory(self._engine.world, self._asked(), trial, better)))
-
-    def estimated_share(self) -> float:
-        """The estimated peak by the limit, of the device that is filled most; 0 if the bounds say that it fits, infinite if they say that
-        it does not."""
-        found = self.likely()
-        if found in (FITS, LACKING):
-            return 0.0 if found == FITS else inf
-        return float(self._fixed["guess"][ASKED_AT]) / WHOLE
-
-    def told(self, *, fits: bool) -> bool:
-        """Learn what the exact model says of the strategy that was estimated last. False if that contradicts what was known: strategies
-        that were likely to fit may not."""
-        guess = self._fixed["guess"]
-        asked, believed = guess[ASKED_AT], guess[ASKED_AT] <= guess[FIT_UP_TO]
-        if fits:
-            guess[FIT_UP_TO] = max(guess[FIT_UP_TO], asked)
-            guess[SLACK] = FIRST_SLACK
-            return True
-        guess[SLACK] //= 2 if asked >= guess[LACKED_FROM] else 1
-        guess[LACKED_FROM] = min(guess[LACKED_FROM], asked)
-        guess[FIT_UP_TO] = min(guess[FIT_UP_TO], asked - 1)
-        return not believed
-
-    def in_order_bytes(self) -> list[int]:
-        """An upper bound of what each device holds at its peak as passes follow the order of micro-batches, whatever they take."""
-        self._verdict_for_any_order()
-        found: Longs = ordered_bytes(self._engine, self._asked())[1] if self._is_ordered() else self._fixed["total"]
-        return [int(size) for size in found]
-
-    def most_overflow_bytes(self) -> Longs | None:
-        """[device]: bytes by which its upper bound exceeds its memory: as much as it lacks or more. None if hosts may lack some."""
-        if self._verdict_for_any_order() == UNKNOWN and bool(np.all(self._fixed["total"] <= self._fixed["limit"])):
-            return None
-        fits_hosts, most = self._expected_in_order() if self._is_ordered() else (True, self._fixed["total"])
-        return np.maximum(0, most - self._fixed["limit"]) if fits_hosts else None
-
-    def bounds_bytes(self) -> list[tuple[int, int]]:
-        """(lower limit, upper limit) of the bound for any order (``peaks.memory_use``) on each device, for that strategy."""
-        self._verdict_for_any_order()
-        return list(zip(self._fixed["least"].tolist(), self._fixed["total"].tolist(), strict=True))
-
-    def certain_bytes(self) -> list[int]:
-        """A lower bound of the peak to expect on each device, in whatever order its tasks run, for that strategy."""
-        self._verdict_for_any_order()
-        found: list[int] = self._fixed["certain"].tolist()
+    def bound_bytes(self) -> list[int]:
+        """At least the bound for any order (``peaks.memory_use``) on each device, for that strategy."""
+        self.verdict()
+        found: list[int] = self._fixed["total"].tolist()
         return found
-
-    def least_overflow_bytes(self) -> int:
-        """A lower bound of the bytes that the devices lack together, by the last verdict; 0 unless that is LACKING."""
-        if not np.any(self._fixed["certain"] > self._fixed["limit"]):
-            return 0
-        return int(np.maximum(0, self._fixed["least"] - self._fixed["limit"]).sum())
 
     def _make_rows(self, variants: int) -> None:
         """Make room for so many variants."""
@@ -223,7 +117,7 @@ class MemoryBound:
         numbers = np.array([self._numbers(own) for own in variant.regions], np.int64)
         columns = variant.kept, variant.read, variant.gradients, variant.parameter_gradients, numbers
         rows = [-1, -1] if variant.compact is None else [self._data.add(variant.compact), self._data.add(variant.lookups)]
-        rows += [self._data.add(own) for own in (variant.surely_kept, variant.made, variant.products, variant.partials)]
+        rows += [self._data.add(own) for own in (variant.made, variant.products)]
         self._rows[number] = [*(self._data.add(column) for column in columns), *rows]
         self._cut_ptr[number] = self._cut.add([self._cut_number(own) for own in variant.regions])
 
@@ -242,41 +136,3 @@ class MemoryBound:
             found = self._cuts[regions.boxes] = len(self._cuts)
             self._cut_volume.add([regions.volume])
         return found
-
-
-def ordered_bytes(engine: Engine, tables: MemoryTables) -> tuple[bool, Longs]:
-    """(whether hosts certainly have enough memory, by device the upper bound in bytes) of the strategy that an engine holds or proposes, if
-    its passes follow its order of micro-batches. ``tables``: of ``bound_memory``, which was called for this strategy."""
-    devices = engine.topology.device_count
-    fixed: dict[str, Any] = {"chunk": np.zeros(len(engine.graph.operators), np.int32), "sizes": np.zeros(2, np.int64)}
-    fixed |= {name: np.zeros(devices + 1, np.int32) for name in ("base", "node_base", "next")}
-    fixed |= {name: np.zeros(devices, np.int64) for name in ("steady", "ordered")}
-
-    def work() -> bool:
-        counting = _tables(fixed)
-        count_passes(engine.world, counting)
-        slots, actions = fixed["sizes"].tolist()
-        places = _begins(fixed["base"], 1)
-        nodes = _begins(fixed["node_base"], 0)
-        sizes = {"rank": actions + 1, "place": slots, "node": places, "change": places + 1, "node_rank": nodes, "node_first": nodes}
-        sizes["done"] = nodes * devices if nodes * devices <= MOST_KNOWN else 0
-        return bool(order_memory(engine.world, tables, _tables(fixed, sizes)))
-
-    return engine.consult(work), fixed["ordered"]
-
-
-def _begins(counts: np.ndarray[tuple[int, ...], np.dtype[np.int32]], spare: int) -> int:
-    """Make of each device's number where its own begin, with so many spare ones behind them; returns how many there are."""
-    own = counts[:-1] + spare
-    counts[1:] = np.cumsum(own)
-    counts[0] = 0
-    return int(counts[-1])
-
-
-def _tables(fixed: dict[str, Any], sizes: dict[str, int] | None = None) -> PlaceTables:
-    """The handle of tables of these sizes, by name, beside those that are there."""
-    arrays = dict(fixed)
-    for name, kind in PlaceTables.__annotations__.items():
-        if name not in arrays:
-            arrays[name] = np.zeros((sizes or {}).get(name, 0), np.int64 if "Longs" in str(kind) else np.int32)
-    return handle(PlaceTables(**arrays))

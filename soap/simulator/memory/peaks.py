@@ -12,7 +12,7 @@ fragmentation of the allocator, workspaces of libraries, and a model's buffers (
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from math import prod
@@ -86,16 +86,6 @@ def peak_bytes(plan: Plan, optimizer_states: int = 2) -> tuple[int, ...]:
 def overflow_bytes(totals: Sequence[int], topology: Topology) -> int:
     """Bytes by which these totals (one per device) exceed what plans may use of the devices' memory, added up."""
     return sum(max(0, total - limit) for total, limit in zip(totals, topology.memory_limits, strict=True))
-
-
-def lacking_bytes(bounds: Sequence[int], topology: Topology, expected: Callable[[], Sequence[int]]) -> int:
-    """Bytes that the devices lack, added up; 0 if the plan fits.
-
-    It fits if the bounds for any order fit, or else if the peaks do that are ``expected`` of the order that was simulated, which is the
-    one that the runtime follows. Otherwise the bounds say how much is lacking.
-    """
-    by_bound = overflow_bytes(bounds, topology)
-    return by_bound if by_bound and overflow_bytes(expected(), topology) else 0
 
 
 def _sum(parts: Iterable[list[int]]) -> list[int]:

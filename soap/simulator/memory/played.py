@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from soap.simulator.tasks import TaskKind
+from soap.plan.plan import Part, Plan
+from soap.simulator.tasks import Schedule, TaskGraph, TaskKind, times_of
 
 Longs = NDArray[np.int64]
 
@@ -23,8 +25,8 @@ class Played(NamedTuple):
     ``waits[waits_ptr[k]:waits_ptr[k + 1]]`` and holds the resources ``held[held_ptr[k]:held_ptr[k + 1]]`` (``tasks.Task.resources``).
 
     The tasks, or NONE: by tile ``forward``, ``backward``, ``weights``, ``again`` (second run), ``need``, ``away`` and ``back`` (copies
-    to its host and back); by carrier of ``PlanArrays`` ``brought`` and ``returned``; by reduction ``summed`` and ``summed_back``. ``named``: by
-    name of a synchronization's or an update's task, its first and its last chunk.
+    to its host and back); by carrier of ``PlanArrays`` ``brought`` and ``returned``; by reduction ``summed`` and ``summed_back``.
+    ``named``: by name of a synchronization's or an update's task, its first and its last chunk.
     """
 
     kind: Longs
@@ -52,3 +54,67 @@ class Played(NamedTuple):
     summed: Longs
     summed_back: Longs
     named: Mapping[str, tuple[int, int]]
+
+
+PASSES = (TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.WEIGHTS, TaskKind.RECOMPUTE)
+"""Passes of tiles, in the order of ``Played``'s fields."""
+NAMED = (TaskKind.SYNC, TaskKind.COMPRESS, TaskKind.UPDATE)
+"""Kinds of tasks of synchronizations and updates."""
+
+
+def played_of(tasks: TaskGraph, schedule: Schedule) -> Played:
+    """Tasks that were played with this outcome."""
+    plan, todo, own = tasks.plan, tasks.tasks, tasks.places
+    kind = np.array([KINDS[task.kind] for task in todo], np.int64)
+    tile = np.array([NONE if task.tile is None else task.tile for task in todo], np.int64)
+    tiles, sums, parts = len(plan.tiles), range(len(plan.reductions)), _first_parts(plan)
+    passes = np.full((len(PASSES), tiles), NONE)
+    for number, which in enumerate(PASSES):
+        places = np.flatnonzero((kind == KINDS[which]) & (tile != NONE))
+        passes[number, tile[places]] = places
+    named: dict[str, tuple[int, int]] = {}
+    for place in np.flatnonzero(np.isin(kind, [KINDS[which] for which in NAMED])).tolist():
+        name = todo[place].name
+        named[name] = named.get(name, (place,))[0], place
+    fields: list[Any] = [
+        kind,
+        tile,
+        schedule.start_ns,
+        schedule.end_ns,
+        *times_of(tasks),
+        _ranks([task.id for task in todo]),
+        *_rows([task.predecessors for task in todo]),
+        *_rows([task.resources for task in todo]),
+        *passes,
+        *(_by_number(places, range(tiles)) for places in (own.need, own.away, own.back)),
+        *(_by_number(places, parts) for places in (own.brought, own.returned)),
+        *(_by_number(places, sums) for places in (own.summed, own.summed_back)),
+        named,
+    ]
+    return Played(*fields)
+
+
+def _first_parts(plan: Plan) -> list[Part]:
+    """By carrier of ``PlanArrays``, the first part that it brings."""
+    messages, exchanges, found = iter(plan.messages), iter(plan.exchanges), list[Part]()
+    for own in plan.deliveries:
+        found += (carrier.parts[0] for carrier in islice(messages, len(own.messages)))
+        found += (carrier.parts[0] for carrier in islice(exchanges, len(own.exchanges)))
+    return found
+
+
+def _by_number(places: Mapping[Any, int], keys: Sequence[Any]) -> Longs:
+    """The tasks of these, or NONE."""
+    return np.array([places.get(key, NONE) for key in keys] if places else [NONE] * len(keys), np.int64)
+
+
+def _rows(rows: Sequence[Sequence[int]]) -> tuple[Longs, Longs]:
+    """Where each row begins, and all rows joined."""
+    return np.cumsum([0, *map(len, rows)]), np.array([item for row in rows for item in row], np.int64)
+
+
+def _ranks(ids: Sequence[tuple[int, ...]]) -> Longs:
+    """The place of each id among all."""
+    ranks = np.empty(len(ids), np.int64)
+    ranks[sorted(range(len(ids)), key=ids.__getitem__)] = np.arange(len(ids))
+    return ranks

@@ -100,9 +100,7 @@ def _told(plan: Plan, arrays: PlanArrays, spans: Spans, times: Derived) -> Longs
     carriers, pieces = arrays.carriers, arrays.pieces
     wanted = least(owners(carriers.parts), times.wanted_start[pieces.holding[carriers.part]], len(carriers.pattern), 0)
     left = left_by(plan, arrays, spans)
-    return np.where(
-        spans.returned_start != NEVER, np.maximum(spans.returned_end, wanted), np.where(left == NEVER, spans.end, left)
-    )
+    return np.where(spans.returned_start != NEVER, np.maximum(spans.returned_end, wanted), np.where(left == NEVER, spans.end, left))
 
 
 def left_by(plan: Plan, arrays: PlanArrays, spans: Spans) -> Longs:

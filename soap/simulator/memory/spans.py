@@ -8,6 +8,14 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from soap.plan.plan import Plan
+from soap.simulator.memory.grouped import least, most, owners, rows_of
+from soap.simulator.memory.plan_arrays import PlanArrays, Sums
+from soap.simulator.memory.played import KINDS, NONE, Played
+from soap.simulator.memory.rank_order import RankOrder
+from soap.simulator.memory.unread import unread_tiles
+from soap.simulator.tasks import TaskKind
+
 Longs = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
@@ -58,3 +66,74 @@ class Spans(NamedTuple):
     summed_back_end: Longs
     named: Mapping[str, Span]
     ready: Mapping[str, int]
+
+
+def spans_of(run: Played, order: RankOrder, plan: Plan, arrays: PlanArrays) -> Spans:
+    """When everything takes place. ``run``, ``order``: the iteration as ranks run it. ``arrays``: the plan's."""
+    segments, goes_back = order.segments, run.backward != NONE
+    begun = least(segments.number[goes_back], run.start[run.backward[goes_back]], len(segments.first), NEVER)
+    unread = np.zeros(len(plan.tiles), np.bool_)
+    unread[list(unread_tiles(plan))] = True
+    light = np.zeros(len(plan.graph.operators), np.bool_)
+    light[list(plan.light_operators)] = True
+    starts, ends = np.append(run.start, NEVER), np.append(run.end, NEVER)  # the last one is that of NONE
+    second = _second_runs(run, segments.number)
+    second[:, unread] = NEVER
+    tasks = {
+        "forward": run.forward,
+        "backward": np.where(unread, NONE, run.backward),
+        "weights": np.where(unread, NONE, run.weights),
+        "away": run.away,
+        "brought": run.brought,
+        "returned": run.returned,
+        "summed": np.where(run.summed == NONE, run.forward[_last_members(arrays.sums, run.end[run.forward])], run.summed),
+        "summed_back": run.summed_back,
+    }
+    return Spans(
+        end=int(run.end.max(initial=0)),
+        **{f"{name}_start": starts[own] for name, own in tasks.items()},
+        **{f"{name}_end": ends[own] for name, own in tasks.items()},
+        again_start=second[0],
+        again_work_end=second[1],
+        again_end=second[2],
+        back_start=np.where(run.back == NONE, NEVER, starts[run.need]),
+        back_end=ends[run.back],
+        segment=segments.first[segments.number],
+        begun=begun[segments.number],
+        light=goes_back & light[arrays.tiles.operator],
+        unread=unread,
+        named={name: (int(run.start[first]), int(run.end[last])) for name, (first, last) in run.named.items()},
+        ready=_ready(run),
+    )
+
+
+def _second_runs(run: Played, segment: Longs) -> Longs:
+    """[start, end of the work, end as it was played], by tile: the second runs as the runtime takes them. When a segment's first one
+    begins, all follow."""
+    found = np.full((3, len(segment)), NEVER)
+    own = np.flatnonzero(run.again != NONE)
+    own = own[np.lexsort((own, run.start[run.forward[own]], segment[own]))]
+    start, end = run.start[run.again[own]], run.end[run.again[own]]
+    earliest = least(segment[own], start, len(segment), NEVER)
+    begun, worked, before, at = [], [], NEVER, 0
+    for now, begins, ends in zip(segment[own].tolist(), start.tolist(), end.tolist(), strict=True):
+        if now != before:
+            before, at = now, int(earliest[now])
+        begun.append(min(at, begins))
+        at = begun[-1] + ends - begins
+        worked.append(at)
+    found[:, own] = begun, worked, end
+    return found
+
+
+def _last_members(sums: Sums, ends: Longs) -> Longs:
+    """By sum, the first of its tiles with the latest of these ends."""
+    order = np.lexsort((-ends[sums.member], owners(sums.members)))
+    return sums.member[order[sums.members[:-1]]]
+
+
+def _ready(run: Played) -> dict[str, int]:
+    """By name of a synchronization, when all that it waits for is over."""
+    own = {name: first for name, (first, _) in run.named.items() if run.kind[first] == KINDS[TaskKind.SYNC]}
+    place, row = rows_of(run.waits_ptr, np.array(list(own.values()), np.int64))
+    return dict(zip(own, most(place, run.end[run.waits[row]], len(own), 0).tolist(), strict=True))

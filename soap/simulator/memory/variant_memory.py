@@ -17,8 +17,7 @@ from soap.plan.row_counts import row_bytes, tile_lookups
 from soap.plan.tiling import Tile, windows
 from soap.simulator.compiled.graph_arrays import Longs
 from soap.simulator.cut_operators import CutOperator, CutOperators
-from soap.simulator.memory.certain import keepers, with_backward
-from soap.simulator.memory.footprint import kept_places, kept_share, product_share, shares_of
+from soap.simulator.memory.footprint import kept_share, product_share, shares_of
 from soap.simulator.memory.peaks import PACKING_KINDS, padded_bytes
 from soap.simulator.memory.tile_regions import boxes_of, by_lengths, distinct, volumes
 from soap.strategy.recomputation import has_product
@@ -43,10 +42,8 @@ class VariantMemory:
     read: Longs
     gradients: Longs
     parameter_gradients: Longs
-    surely_kept: Longs
     made: Longs
     products: Longs
-    partials: Longs
     regions: tuple[Regions, ...]
     compact: Longs | None
     lookups: Longs
@@ -58,7 +55,6 @@ class VariantMemories:
     def __init__(self, graph: OperatorGraph, topology: Topology, cuts: CutOperators) -> None:
         self._graph = graph.copies_of or graph  # of all copies, whose footprints are known
         self._cuts = cuts
-        self._with_backward, self._keepers = _of_all_alike(self._graph, cuts)
         self._packing = {device.type.kind != "cpu" for device in topology.devices}
         self._known: dict[CutOperator, VariantMemory] = {}
 
@@ -81,9 +77,6 @@ class VariantMemories:
             size |= {o: volumes(regions[o]) * graph.tensors[o.tensor].partial_itemsize for o in op.outputs}
         nothing = np.zeros(len(intervals), np.int64)
         kept, work = self._kept_and_work(op, intervals, regions)
-        surely = nothing
-        if position in self._with_backward and cut.count == 1:  # of several micro-batches there may be no moment in which all are kept
-            surely = kept + self._surely_kept(position, intervals, regions, size)
         made = sum((size[o] for o in op.outputs), nothing)
         kept = kept + made
         read = sum((self._part(o, regions[o], size[o], cut.parts(position)) for o in op.inputs), nothing)
@@ -100,34 +93,12 @@ class VariantMemories:
             read=read,
             gradients=sum((size[o] for o in wanted if graph.needs_backward(op)), work),
             parameter_gradients=sum((size[o] for o in op.parameters if graph.tensors[o.tensor].requires_grad), nothing),
-            surely_kept=surely,
             made=made,
             products=by_lengths(intervals, lambda cell: product_share(graph, op, cell)) if has_product(op) else nothing,
-            partials=self._let_go(op, intervals, size) if parted else nothing,
             regions=tuple([_regions(regions[o]) for o in op.parameters]),
             compact=compact,
             lookups=lookups,
         )
-
-    def _surely_kept(
-        self, position: int, intervals: np.ndarray, regions: Mapping[Operand, np.ndarray], size: Mapping[Operand, Longs]
-    ) -> Longs:
-        """[tile]: bytes of the values that certainly stay until its backward pass, each counted once (``certain.keepers``)."""
-        op, graph = self._graph.operators[position], self._graph
-        operands, found = [*op.inputs, *op.parameters, *op.outputs], np.zeros(len(intervals), np.int64)
-        own = [kept_places(graph, op, cell) or frozenset() for cell in boxes_of(intervals)]
-        for place in self._keepers.get(position, ()):
-            boxes = boxes_of(regions[operands[place]])
-            if place >= len(op.inputs) or len(boxes) < 2 or (len({*boxes}) == len(boxes) and set(cells(dict.fromkeys(boxes))) == {*boxes}):
-                found += np.where([place in places for places in own], size[operands[place]], 0)
-        return found
-
-    def _let_go(self, op: Operator, intervals: np.ndarray, size: Mapping[Operand, Longs]) -> Longs:
-        """[tile]: bytes of outputs that are gone when they are summed, as autograd does not keep them."""
-        own, found = [kept_places(self._graph, op, cell) for cell in boxes_of(intervals)], np.zeros(len(intervals), np.int64)
-        for place, output in enumerate(op.outputs, len(op.inputs) + len(op.parameters)):
-            found += np.where([places is not None and place not in places for places in own], size[output], 0)
-        return found
 
     def _rows_of(
         self, op: Operator, position: int, intervals: np.ndarray, regions: Mapping[Operand, np.ndarray]
@@ -187,17 +158,3 @@ def _regions(region: np.ndarray) -> Regions:
     boxes = frozenset(box for box, size in sizes.items() if size > 0)
     disjoint = len(boxes) < 2 or set(cells(dict.fromkeys(boxes))) == boxes
     return Regions(sizes, place, boxes, sum(sizes.values()) if disjoint else -1)
-
-
-def _of_all_alike(graph: OperatorGraph, cuts: CutOperators) -> tuple[frozenset[int], Mapping[int, frozenset[int]]]:
-    """(positions of operators that certainly have backward passes, ``certain.keepers``), as far as both are so of all operators that are
-    cut alike: these share what is known of one of them, but not who reads what they make."""
-    backward, found = set(with_backward(graph)), dict(keepers(graph))
-    alike: dict[int, list[int]] = {}
-    for position in range(len(graph.operators)):
-        alike.setdefault(cuts.class_of(position), []).append(position)
-    for first, others in alike.items():
-        if not backward.issuperset(others):
-            backward.discard(first)
-        found[first] = found.get(first, frozenset()).intersection(*(found.get(other, frozenset()) for other in others))
-    return frozenset(backward), found

@@ -6,6 +6,8 @@ import random
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
 from soap.plan.compression.training import PLAIN, PlannedTraining
@@ -14,6 +16,7 @@ from soap.simulator.costs import CostModel
 from soap.simulator.engine import Engine
 from soap.simulator.lowering import PlanBuilder, lower
 from soap.simulator.reference import simulate
+from soap.simulator.tasks import LIMITS
 from soap.strategy.config import FLOATING, Strategy, SyncConfig
 from soap.strategy.sync import SPARSE_ALL_GATHER, compressed, parameter_server
 from soap.strategy.sync_contracts import WITHIN
@@ -25,8 +28,8 @@ Played = tuple[int, int, frozenset[int], int, int]
 
 def task_key(*parts: int) -> tuple[int, int]:
     """The key that compiled code gives a task with this id, by the same function in Python."""
-    own: Any = task_keys.task_key
-    found: tuple[int, int] = own.py_func(*parts)
+    own: Any = task_keys.packed
+    found: tuple[int, int] = own.py_func(*parts, *[0] * (len(LIMITS) - len(parts)))
     return found
 
 
@@ -61,4 +64,7 @@ def synchronized(strategy: Strategy, graph: OperatorGraph, draw: random.Random, 
 
 def compiled_tasks(engine: Engine) -> dict[tuple[int, int], Played]:
     """What the engine makes of the strategy that it holds."""
-    return {task.key: (task.duration_ns, task.start_ns, frozenset(task.resources), task.end_ns, task.bytes) for task in engine.tasks()}
+    own = engine.taken()
+    keys, held = map(tuple, own.key.tolist()), [frozenset(part.tolist()) for part in np.split(own.held, own.held_ptr[1:-1])]
+    played = zip(own.duration_ns.tolist(), own.start_ns.tolist(), held, own.end_ns.tolist(), own.bytes.tolist(), strict=True)
+    return dict(zip(keys, played, strict=True))

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
 from soap.profiles.roofline import RooflineCosts
-from soap.simulator import simulate
+from soap.simulator import incremental, simulate
+from soap.simulator.drawn_times import reference_times_ns
+from soap.simulator.draws import Draws, cost_ns
 from soap.simulator.folded import FoldedSimulation
 from soap.simulator.folding import Folding
 from soap.simulator.incremental import IncrementalSimulator
@@ -20,9 +22,12 @@ from soap.simulator.simulate import Simulator
 from soap.strategy.classical import data_parallel, random_config, random_strategy
 from soap.strategy.config import Strategy, SyncConfig
 from soap.strategy.megatron import staged
+from soap.strategy.named import named
+from soap.strategy.recomputation import refusal
 from soap.strategy.stages import stages_of
-from soap.strategy.sync import SHARDED, SPARSE_ALL_GATHER, fitted, parameter_server
+from soap.strategy.sync import SHARDED, SHARDED_STATE, SPARSE_ALL_GATHER, fitted, parameter_server
 from tests.graph_builder import transformer
+from tests.simulator.examples import ExampleSpreads
 from tests.strategies import cases, cluster, with_rails
 
 SERVERS = (SyncConfig(), parameter_server(), parameter_server(2, "host"), SHARDED)
@@ -50,11 +55,11 @@ def following(graph: OperatorGraph, topology: Topology, strategy: Strategy, draw
 def test_as_the_simulator(case: tuple[OperatorGraph, Topology, Strategy], seed: int) -> None:
     graph, topology, current = case
     plain = Simulator(graph, topology, RooflineCosts(topology))
-    incremental = IncrementalSimulator(plain)
+    compiled = IncrementalSimulator(plain)
     draw = random.Random(seed)
     for _ in range(12):
         proposed = following(graph, topology, current, draw)
-        assert (incremental.makespan_ns(proposed), incremental.overflow_bytes(proposed)) == plain.cost(proposed)
+        assert (compiled.makespan_ns(proposed), compiled.overflow_bytes(proposed)) == plain.cost(proposed)
         if draw.random() < 0.4:
             current = proposed
 
@@ -75,6 +80,27 @@ def test_large_strategies_are_folded_or_go_to_the_engine(monkeypatch: pytest.Mon
         assert evaluator.makespan_ns(own) == whole[id(own)].makespan_ns
         assert evaluator.overflow_bytes(own) == whole[id(own)].overflow_bytes
     assert evaluator.engine_for(drawn) is None
+
+
+def test_proposals_on_large_strategies_go_to_one_engine_of_two_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever readers own, with draws and without: one is made for all-reduces, and one for parts, which have prices of their own."""
+    monkeypatch.setattr(simulate, "MANY_TILES", 1)
+    graph, topology, made = transformer(batch=8), cluster([4, 4]), []
+    make = incremental.folded_engine
+    monkeypatch.setattr(incremental, "folded_engine", lambda *own: made.append(own) or make(*own))
+    simulator, draws = Simulator(graph, topology, RooflineCosts(topology)), Draws(ExampleSpreads(), 3)
+    proposed = [named("data_parallel", graph, topology), strategy := named("fsdp", graph, topology)]
+    for op in graph.operators[2:6]:
+        strategy = strategy.with_operator(op.name, replace(strategy.operators[op.name], recompute=not refusal(graph, op)))
+        proposed.append(strategy)
+    proposed += [replace(strategy, prefetch=2), strategy.with_parameter(graph.parameters[0].name, SHARDED_STATE), proposed[0]]
+    plain, drawn = IncrementalSimulator(simulator), IncrementalSimulator(simulator, draws)
+    for own in proposed:
+        outcome = simulator.run_folded(own, nearly=True)
+        assert isinstance(outcome, FoldedSimulation)
+        assert plain.makespan_ns(own) == outcome.makespan_ns
+        assert drawn.makespan_ns(own) == cost_ns(reference_times_ns(outcome, draws), draws.risk)
+    assert len(made) == 4
 
 
 def test_large_pipelines_are_folded(monkeypatch: pytest.MonkeyPatch) -> None:

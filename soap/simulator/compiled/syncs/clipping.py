@@ -46,9 +46,10 @@ def finish_norm(W: World, slot0: int) -> None:
         return
     for device in range(devices):
         S.members[1 + device] = device
-    duration, way = allreduce(R, find_list(R.sets, S.members[1 : 1 + devices]), NORM_BYTES)
+    group = find_list(R.sets, S.members[1 : 1 + devices])
+    duration, way = allreduce(R, group, NORM_BYTES)
     C.duration[norm], C.resource[norm], C.resource_n[norm] = duration, R.resource[way], R.resource_n[way]
-    C.overhead[norm], C.moved[norm] = sum_overhead_ns(K, devices, duration), 2 * (devices - 1) * NORM_BYTES
+    C.overhead[norm], C.moved[norm] = sum_overhead_ns(K, devices, duration), 2 * (R.members[group] - 1) * NORM_BYTES
     served = 0
     for slot in range(slot0, slot0 + S.count[TASKS]):
         if C.kind[slot] == SYNC_BUCKET:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from soap.plan.syncs.gathering import UNDER_WAY
 from soap.simulator.compiled.arrays import fill
 from soap.simulator.compiled.jit import compiled
-from soap.simulator.compiled.memory_tables import DOUBTFUL, HELD, HELD_DOUBTFUL, SENT, MemoryTables
+from soap.simulator.compiled.memory_tables import HELD, SENT, MemoryTables
 from soap.simulator.compiled.scratch import FULL
 from soap.simulator.compiled.syncs.gathering import find_groups, find_next, stays
 from soap.simulator.compiled.syncs.templates import bucket_bytes, largest_part
@@ -14,7 +14,7 @@ from soap.simulator.compiled.world import World
 
 @compiled
 def add_gathered(W: World, M: MemoryTables) -> None:
-    """Add what devices hold at once of gathered values and of their gradients; the lower bound leaves all of it out."""
+    """Add what devices hold at once of gathered values and of their gradients."""
     C, S = W.state, W.scratch
     buckets, uses = find_groups(W)
     if buckets == 0:
@@ -83,9 +83,5 @@ def _add_device(W, M, buckets, device):  # type: ignore[no-untyped-def]
         padding += largest_part(W, bucket) - own if even else 0
     if stays(W):
         values, same = total, False
-    held = min(values, total) + largest + (min(gradients, leaving) if same else leaving)
-    M.part[HELD, device] += held
-    M.part[HELD_DOUBTFUL, device] += held
-    sent = min((UNDER_WAY + 1) * most_moved, moved) + padding
-    M.part[SENT, device] += sent
-    M.part[DOUBTFUL, device] += sent
+    M.part[HELD, device] += min(values, total) + largest + (min(gradients, leaving) if same else leaving)
+    M.part[SENT, device] += min((UNDER_WAY + 1) * most_moved, moved) + padding

@@ -10,12 +10,8 @@ from soap.simulator.compiled.arrays import fill
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.memory_tables import (
     COLLECTED,
-    COLLECTED_DOUBTFUL,
     COMPACT,
-    DOUBTFUL,
     HELD,
-    HELD_DOUBTFUL,
-    LEAVING,
     LOOKUPS,
     REGIONS,
     SENT,
@@ -50,7 +46,7 @@ def cut_of(C, M, user):  # type: ignore[no-untyped-def]
 
 @compiled
 def add_synchronized(W: World, M: MemoryTables, parameter: int, code: int, disjoint: bool) -> None:
-    """Add a parameter's copies and buffers to the upper bound; the lower bound leaves all of it out.
+    """Add a parameter's copies and buffers to the bound.
 
     ``disjoint``: the regions that users need are equal or disjoint.
     """
@@ -87,7 +83,6 @@ def add_synchronized(W: World, M: MemoryTables, parameter: int, code: int, disjo
         # held: the rows, their gradient, and what the optimizer's call may take; sent: copies; collected: gradients of several tiles
         _add(M, device, 3 * own if sparse else 0, COPIES * (own + together) + own_indices)
         M.part[COLLECTED, device] += own
-        M.part[COLLECTED_DOUBTFUL, device] += own
     if has_server(code):
         _add_servers(K, M, parameter, code, regions, disjoint, values, 2 * indices)
 
@@ -126,9 +121,9 @@ def _add_dealt_out(W, M, template, parameter, shard):  # type: ignore[no-untyped
     """Add what readers hold that own parts: buffers in which gradients and values arrive, but no states of what others own. If values are
     gathered for their uses, neither are others' values nor their gradients there all the time (``gathered_memory`` adds what is)."""
     S, size, code = W.scratch, W.shards.bytes[shard], W.state.sync[parameter]
-    sharers, most = W.templates.parts[template], 0
+    sharers, most = W.templates.sharers[template], 0
     gathered, even = is_gathered(code), W.templates.even[template] == 1
-    for place in range(sharers if even else 0):
+    for place in range(W.templates.parts[template] if even else 0):
         most = max(most, part_bytes(W, template, parameter, shard, place))
     for i in range(S.members[0]):
         device, own = S.members[1 + i], own_bytes(W, template, parameter, shard, i)
@@ -153,17 +148,13 @@ def _add_part(M, device, size, trainable):  # type: ignore[no-untyped-def]
 def _add_owned(M, device, owned, buffers):  # type: ignore[no-untyped-def]
     """Add bytes of states and of gradients that stay, and of buffers."""
     M.part[HELD, device] += M.fixed[1] * owned
-    M.part[LEAVING, device] -= owned
     M.part[SENT, device] += buffers
-    M.part[DOUBTFUL, device] += buffers
 
 
 @compiled
 def _add(M, device, held, sent):  # type: ignore[no-untyped-def]
     M.part[HELD, device] += held
-    M.part[HELD_DOUBTFUL, device] += held
     M.part[SENT, device] += sent
-    M.part[DOUBTFUL, device] += sent
 
 
 @compiled

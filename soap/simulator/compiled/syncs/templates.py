@@ -50,11 +50,15 @@ def phase_row(Y: SyncTemplates, template: int, phase: int) -> int:
 
 @compiled
 def part_bytes(W: World, template: int, parameter: int, shard: int, place: int) -> int:
-    """Bytes of a region's part that the readers in this place of their copies own: parts are dealt out like cards (``placement``)."""
-    G, D, count = W.graph, W.shards, W.templates.parts[template]
-    parts = min(D.rows[shard], count)
-    part = (place - G.first_reader[parameter] - (shard - D.ptr[W.scratch.geometry[parameter]])) % count
-    return (D.rows[shard] // parts + (1 if part < D.rows[shard] % parts else 0)) * D.row_bytes[shard] if part < parts else 0
+    """Bytes of a region's part that the readers in this place of their copies own: parts are dealt out like cards (``placement``). In a
+    folded plan the largest of the parts for whose owners a reader stands (``represented``)."""
+    D, Y = W.shards, W.templates
+    count, first = Y.sharers[template], W.graph.first_reader[parameter] + shard - D.ptr[W.scratch.geometry[parameter]]
+    rows, longer, at = D.rows[shard] // count, D.rows[shard] % count, Y.first_part[template] + place
+    for i in range(Y.place_ptr[at], Y.place_ptr[at + 1] if longer > 0 else Y.place_ptr[at]):
+        if (Y.place[i] - first) % count < longer:
+            return (rows + 1) * D.row_bytes[shard]
+    return rows * D.row_bytes[shard]
 
 
 @compiled
@@ -121,7 +125,7 @@ def bucket_bytes(W: World, bucket: int) -> int:
     """Bytes of a reader's buffer of all gradients, or of all values that it gathers, with padding if its parts are even."""
     S, Y = W.scratch, W.templates
     template = S.bucket_template[bucket]
-    return Y.parts[template] * largest_part(W, bucket) if Y.even[template] else S.t_bytes[bucket]
+    return Y.sharers[template] * largest_part(W, bucket) if Y.even[template] else S.t_bytes[bucket]
 
 
 @compiled
@@ -180,7 +184,7 @@ def write_row(W: World, bucket: int, row: int, slot: int) -> bool:
         duration, way = allreduce(R, group, size)
         set_key(C, slot, key)
         C.duration[slot], C.resource[slot], C.resource_n[slot] = duration, R.resource[way], R.resource_n[way]
-        C.latency[slot], C.overhead[slot], C.moved[slot] = 0, sum_overhead_ns(K, members, duration), 2 * (members - 1) * size
+        C.latency[slot], C.overhead[slot], C.moved[slot] = 0, sum_overhead_ns(K, members, duration), 2 * (R.members[group] - 1) * size
         return True
     begin_exchange(S)
     if Y.how[row] == _EXCHANGE:
@@ -189,10 +193,10 @@ def write_row(W: World, bucket: int, row: int, slot: int) -> bool:
             return False
     else:
         duration, moved = 0, 0
-        size = Y.parts[S.bucket_template[bucket]] * largest_part(W, bucket)
+        sharers = Y.sharers[S.bucket_template[bucket]]
+        size = sharers * largest_part(W, bucket)
         for i in range(first, last):
-            own, members = parted_ns(R, S, Y.item[i], size)
-            duration, moved = max(duration, own), moved + (members - 1) * size
+            duration, moved = max(duration, parted_ns(R, S, Y.item[i], size)), moved + (sharers - 1) * size
     add_exchange(W, slot, key, duration, moved)
     return True
 

@@ -6,36 +6,20 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 
 from soap.model.graph import TensorKind
-from soap.plan.departures import Route, sending_pass, waited_for
+from soap.plan.departures import Route, sending_pass
 from soap.plan.offloading import kept_from_host_name, kept_to_host_name
-from soap.plan.plan import Exchange, Fetch, Message, Part, Plan, Reduction, exchange_name, message_name, need_name, reduce_name
+from soap.plan.plan import Exchange, Fetch, Message, Part, Reduction, exchange_name, message_name, need_name, reduce_name
 from soap.plan.recomputation import dropped_holdings, find_recomputation, remade
 from soap.plan.syncs.seam import Uses
-from soap.plan.tiling import Tile
-from soap.simulator.memory.as_run import AsRun
 from soap.simulator.memory.peaks import tile_sizes
 from soap.simulator.memory.transit import is_remote
+from soap.simulator.memory.unread import unread_tiles
 from soap.simulator.tasks import TaskGraph, TaskKind
+from tests.simulator.reference_memory.as_run import AsRun
+from tests.simulator.reference_memory.moving import waited_for
 
 Span = tuple[int, int]
 """(start, end) of a task, in nanoseconds."""
-
-
-def _unread(plan: Plan) -> Iterator[int]:
-    """Tiles that make only sums that nobody reads (``OperatorGraph.sums_of``)."""
-    graph, bounds = plan.graph, (*plan.first_tile, len(plan.tiles))
-    for sums, source in graph.sums_of.items():
-        maker = graph.producers[sums][0]
-        readers = {position for position, _ in graph.consumers.get(sums, ())}
-        tiles = [tile for position in readers for tile in plan.tiles[bounds[position] : bounds[position + 1]]]
-        if len(graph.operators[maker].outputs) == 1 and all(_sees_all_but_channels(plan, tile, source) for tile in tiles):
-            yield from range(bounds[maker], bounds[maker + 1])
-
-
-def _sees_all_but_channels(plan: Plan, tile: Tile, source: str) -> bool:
-    regions = [box for o, box in zip(plan.operator(tile).inputs, tile.inputs, strict=True) if o.tensor == source]
-    shape = plan.graph.tensors[source].shape
-    return any(all(side == (0, size) for i, (side, size) in enumerate(zip(box, shape, strict=True)) if i != 1) for box in regions)
 
 
 class TaskSpans:
@@ -74,7 +58,7 @@ class TaskSpans:
                 passes[task.kind][task.tile] = (start, end)
         self.recomputation = find_recomputation(self.plan, self.backward)
         self.dropped = dropped_holdings(self.plan, self.recomputation, self.backward)
-        self.unread = frozenset(_unread(self.plan))
+        self.unread = frozenset(unread_tiles(self.plan))
         self.away, self.back = self._copies()
         segments = order.segments
         self.segment = {tile: segments[own].tiles[0] for tile, own in order.segment_of.items()}

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,32 +11,8 @@ from numpy.typing import NDArray
 from soap.plan.memory_kinds import MemoryKind
 from soap.plan.plan import Plan
 from soap.plan.syncs.gathering import UNDER_WAY
-from soap.simulator.memory.transit import Send, Stay, until_free
-
-ENDS, LEAVES, FREED, EARLY, LATE, MADE, OVER, BEGINS = range(8)
-"""The order of changes at the same time."""
-
-SPARED = (MemoryKind.GRADIENTS, MemoryKind.KEPT, MemoryKind.BUFFERS, MemoryKind.VALUES, MemoryKind.BATCH, MemoryKind.STATES)
-"""The kinds of memory of which backward passes hold less than is counted, in this order."""
-
-PLACES = {kind: place for place, kind in enumerate(MemoryKind)}
-
-
-@dataclass(frozen=True)
-class MemoryCurve:
-    """What one device holds: ``bytes_held[i]`` from ``times_ns[i]`` on. Both are int64 arrays of one length; times rise from 0.
-    ``at_peak``: bytes by kind when the peak is first reached; they add up to it, and none is below 0. ``by_kind``: the same at every time,
-    arrays as ``bytes_held``, at the last moment at which so much is held then."""
-
-    times_ns: NDArray[np.int64]
-    bytes_held: NDArray[np.int64]
-    at_peak: Mapping[MemoryKind, int] = field(default_factory=dict)
-    by_kind: Mapping[MemoryKind, NDArray[np.int64]] = field(default_factory=dict)
-
-    @property
-    def peak_bytes(self) -> int:
-        """The most at any time."""
-        return int(self.bytes_held.max())
+from soap.simulator.memory.curves import BEGINS, EARLY, ENDS, FREED, LATE, LEAVES, MADE, OVER, PLACES, MemoryCurve, settled, turns
+from tests.simulator.reference_memory.moving import Send, Stay, until_free
 
 
 class Ledger:
@@ -146,8 +120,8 @@ def curve_of(changes: NDArray[np.int64]) -> MemoryCurve:
     """The curve of one device: at each time the most that it holds as things are taken then, or what is left. ``changes``: rows (time in
     ns, order, bytes that are taken or, below 0, freed, place of its kind)."""
     rows = np.concatenate(([[0, ENDS, 0, 0]], changes))  # the curve begins at 0
-    rows = rows[np.lexsort((rows[:, 2], rows[:, 1], rows[:, 0]))]
-    times, orders, sizes, kinds = rows.T
+    rows = rows[np.lexsort((turns(*rows[:, 1:].T), rows[:, 1], rows[:, 0]))]
+    times, _, sizes, kinds = rows.T
     level = np.cumsum(sizes)
     begins = np.flatnonzero(np.diff(times, prepend=-1))
     ends = np.append(begins[1:], len(rows))
@@ -156,19 +130,8 @@ def curve_of(changes: NDArray[np.int64]) -> MemoryCurve:
     at = int(held.argmax())
     own = slice(begins[at], ends[at])
     most = np.flatnonzero((sizes[own] > 0) & (level[own] == taken[at]))
-    before = slice(0, begins[at] + int(np.searchsorted(orders[own], orders[own][most[-1]] if len(most) else ENDS, side="right")))
-    at_peak = _settled({kind: sizes[before][kinds[before] == place].sum() for kind, place in PLACES.items()})
+    before = slice(0, begins[at] + (int(most[-1]) + 1 if len(most) else 1))
+    at_peak = settled({kind: sizes[before][kinds[before] == place].sum() for kind, place in PLACES.items()})
     shown = np.maximum.reduceat(np.where(level == np.repeat(held, ends - begins), np.arange(len(rows)), -1), begins)
-    by_kind = _settled({kind: np.cumsum(np.where(kinds == place, sizes, 0))[shown] for kind, place in PLACES.items()})
+    by_kind = settled({kind: np.cumsum(np.where(kinds == place, sizes, 0))[shown] for kind, place in PLACES.items()})
     return MemoryCurve(times[begins], held, {kind: int(size) for kind, size in at_peak.items()}, by_kind)
-
-
-def _settled(held: Mapping[MemoryKind, Any]) -> dict[MemoryKind, Any]:
-    """Bytes by kind, numbers or arrays, with the same sum, none below 0. Workspace below 0 means that passes never hold all of their
-    operands and gradients at once (``Footprint``): it is less of the gradients that they make, then of what they free."""
-    found = dict(held)
-    for kind in SPARED:
-        spared = np.minimum(found[kind], np.maximum(0, -found[MemoryKind.WORKSPACE]))
-        found[kind] = found[kind] - spared
-        found[MemoryKind.WORKSPACE] = found[MemoryKind.WORKSPACE] + spared
-    return found

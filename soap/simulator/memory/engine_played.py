@@ -1,0 +1,169 @@
+"""The tasks of what an engine holds, or has proposed, as arrays (``played``): which of its slots is which task of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from soap.plan.plan import Plan
+from soap.simulator.communication.synchronizing import possible_tasks
+from soap.simulator.compiled import task_keys
+from soap.simulator.compiled.state import (
+    AGAIN_TILE,
+    BACKWARD_TILE,
+    COPY_AWAY,
+    COPY_BACK,
+    FORWARD_TILE,
+    NEED,
+    UPDATE_DEVICE,
+    WEIGHTS_TILE,
+)
+from soap.simulator.engine import Engine
+from soap.simulator.memory.plan_arrays import MESSAGE, PlanArrays
+from soap.simulator.memory.played import KINDS, NONE, Played
+from soap.simulator.task_list import BACKWARD, FORWARD, SYNC
+from soap.simulator.tasks import CHUNKS, TaskKind
+
+Longs = NDArray[np.int64]
+
+BY_TILE = {
+    "forward": (FORWARD_TILE, TaskKind.FORWARD),
+    "backward": (BACKWARD_TILE, TaskKind.BACKWARD),
+    "weights": (WEIGHTS_TILE, TaskKind.WEIGHTS),
+    "again": (AGAIN_TILE, TaskKind.RECOMPUTE),
+    "need": (NEED, TaskKind.RECOMPUTE),
+    "away": (COPY_AWAY, TaskKind.COPY),
+    "back": (COPY_BACK, TaskKind.COPY),
+}
+"""Fields of ``Played`` by tile: kind of the slot, and of the task."""
+
+
+def engine_played(engine: Engine, plan: Plan, arrays: PlanArrays) -> Played:
+    """The tasks of the proposal, or if there is none of the strategy that is held and was simulated. ``plan``: of that strategy, with its
+    ``arrays``; of a folded engine, that of the folding."""
+    C, taken = engine.state, engine.taken()
+    ids = _Ids(taken.key)
+    kinds, operators = C.kind[taken.slot], C.owner[taken.slot]
+    tiles = np.array(plan.first_tile, np.int64)[operators] + C.index[taken.slot]
+    carriers, sums = _carrier_ids(plan, arrays), _sum_ids(plan, arrays)
+    brought, returned = ids.places(carriers[0]), ids.places(carriers[1])
+    summed, summed_back = ids.places(sums[0]), ids.places(sums[1])
+    found, kind = {}, np.where(ids.phase < SYNC, KINDS[TaskKind.REDUCE], KINDS[TaskKind.SYNC])
+    for name, (slot_kind, task_kind) in BY_TILE.items():
+        own = np.flatnonzero(kinds == slot_kind)
+        found[name] = np.full(len(arrays.tiles.device), NONE, np.int64)
+        found[name][tiles[own]] = own
+        kind[own] = KINDS[task_kind]
+    moved = np.where(arrays.carriers.pattern == MESSAGE, KINDS[TaskKind.TRANSFER], KINDS[TaskKind.EXCHANGE])
+    for own in (brought, returned):
+        kind[own[own >= 0]] = moved[own >= 0]
+    passes = (kinds > 0) & (kinds <= BACKWARD_TILE)
+    computes = passes | (kinds == UPDATE_DEVICE)
+    return Played(
+        kind=kind,
+        tile=np.where(passes, tiles, NONE),
+        start=taken.start_ns,
+        end=taken.end_ns,
+        duration=taken.duration_ns,
+        launch=np.where(passes, C.launch[taken.slot], 0),
+        latency=np.where(computes, 0, C.latency[taken.slot]),
+        overhead=np.where(computes, 0, C.overhead[taken.slot]),
+        rank=ids.rank,
+        waits_ptr=taken.waits_ptr,
+        waits=taken.waits,
+        held_ptr=taken.held_ptr,
+        held=taken.held,
+        brought=brought,
+        returned=returned,
+        summed=summed,
+        summed_back=summed_back,
+        named=_named(plan, ids, kind),
+        **found,
+    )
+
+
+class _Ids:
+    """The ids of tasks, each as two numbers (``task_keys``). ``rank``: each task's place among all by id. ``phase``: the first part."""
+
+    def __init__(self, keys: Longs) -> None:
+        """``keys``: see ``TakenTasks.key``."""
+        (key, subkey), count = keys.T, len(keys)
+        phase_of: Any = task_keys.phase_of
+        self.phase: Longs = phase_of.py_func(key)
+        self._order = np.lexsort((subkey, key))
+        self.rank = np.empty(count, np.int64)
+        self.rank[self._order] = np.arange(count)
+        self._key, self._subkey = key[self._order], subkey[self._order]
+        self._subkeys = np.unique(subkey)
+        self._codes = self._code(self._key, self._subkey)
+        begins = np.ones(count, np.bool_)
+        begins[1:] = (self._key[1:] != self._key[:-1]) | (self._subkey[1:] // CHUNKS != self._subkey[:-1] // CHUNKS)
+        self._last = np.repeat(*_ends(begins))
+
+    def _code(self, key: Longs, subkey: Longs) -> Longs:
+        """One number in place of two, in the order of both, of ids that occur."""
+        return np.searchsorted(self._key, key) * len(self._subkeys) + np.searchsorted(self._subkeys, subkey)
+
+    def _sorted_places(self, ids: Longs) -> Longs:
+        packed: Any = task_keys.packed
+        key, subkey = packed.py_func(*ids.T, 0)
+        at = np.minimum(np.searchsorted(self._codes, self._code(key, subkey)), len(self._codes) - 1)
+        return np.where((self._key[at] == key) & (self._subkey[at] == subkey), at, NONE)
+
+    def places(self, ids: Longs) -> Longs:
+        """[id, part of it] -> the task with each id, or NONE."""
+        at = self._sorted_places(ids)
+        return np.where(at < 0, NONE, self._order[at])
+
+    def chunks(self, ids: Longs) -> tuple[Longs, Longs]:
+        """[id, part of it] -> the first and the last chunk of the communication with each id, or the task itself twice; or NONE."""
+        at = self._sorted_places(ids)
+        return np.where(at < 0, NONE, self._order[at]), np.where(at < 0, NONE, self._order[self._last[at]])
+
+
+def _ends(begins: NDArray[np.bool_]) -> tuple[Longs, Longs]:
+    """(the last place of each group, how many it has), of groups that begin at these places."""
+    first = np.flatnonzero(begins)
+    after = np.append(first[1:], len(begins))
+    return after - 1, after - first
+
+
+def _columns(phase: int, *parts: Longs | int) -> Longs:
+    """[task, part of its id], of columns."""
+    return np.stack(np.broadcast_arrays(phase, *parts), axis=1)
+
+
+def _carrier_ids(plan: Plan, arrays: PlanArrays) -> tuple[Longs, Longs]:
+    """The ids of all carriers' tasks, and of those that bring their gradients back (``lowering._Lowering._carrier_task``)."""
+    piece = arrays.carriers.part[arrays.carriers.parts[:-1]]
+    fetch = arrays.pieces.fetch[piece]
+    reader = arrays.fetches.readers[fetch]
+    operator, tile = _numbers(plan, arrays, arrays.readers.tile[reader])
+    own = tile, arrays.readers.operand[reader], piece - arrays.fetches.pieces[fetch]
+    return _columns(FORWARD, operator, 0, *own), _columns(BACKWARD, len(plan.graph.operators) - 1 - operator, 2, *own)
+
+
+def _sum_ids(plan: Plan, arrays: PlanArrays) -> tuple[Longs, Longs]:
+    """The ids of all reductions' tasks, and of those of their gradients (``lowering._Lowering._reduce_task``)."""
+    operator, tile = _numbers(plan, arrays, arrays.sums.member[arrays.sums.members[:-1]])
+    own = tile, arrays.sums.output, 0
+    return _columns(FORWARD, operator, 2, *own), _columns(BACKWARD, len(plan.graph.operators) - 1 - operator, 0, *own)
+
+
+def _numbers(plan: Plan, arrays: PlanArrays, tile: Longs) -> tuple[Longs, Longs]:
+    """The operators of tiles, and their numbers in these."""
+    operator = arrays.tiles.operator[tile]
+    return operator, tile - np.array(plan.first_tile, np.int64)[operator]
+
+
+def _named(plan: Plan, ids: _Ids, kind: Longs) -> Mapping[str, tuple[int, int]]:
+    """``Played.named``. Sets ``kind`` of these tasks."""
+    possible = list(possible_tasks(plan))
+    first, last = ids.chunks(np.array([own for own, *_ in possible], np.int64))
+    kinds = np.array([KINDS[own] for *_, own in possible])
+    kind[first[first >= 0]] = kinds[first >= 0]
+    spans = zip(first.tolist(), last.tolist(), strict=True)
+    return {name: span for (_, name, _), span in zip(possible, spans, strict=True) if span[0] >= 0}

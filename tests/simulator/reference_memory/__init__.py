@@ -1,0 +1,1 @@
+"""Memory over simulated time in plain Python, object by object: the oracle of ``soap.simulator.memory.sweep``."""
