@@ -160,9 +160,9 @@ class Sums(NamedTuple):
 
 
 class SumDevices(NamedTuple):
-    """By device that gets something of a reduction: ``bytes`` of partial results in its cell, or of all; ``gradient_bytes`` of the cell's gradient.
-    ``sent``: what it holds to send the others their cells as copies; ``sent_lying``: as they leave from where they lie, if the device packs
-    nothing together; ``others``: how many get something."""
+    """By device that gets something of a reduction: ``bytes`` of partial results in its cell, or of all; ``gradient_bytes`` of the cell's
+    gradient. ``sent``: what it holds to send the others their cells as copies; ``sent_lying``: as they leave from where they lie, if the
+    device packs nothing together; ``others``: how many get something."""
 
     sum: Longs
     device: Longs
