@@ -305,7 +305,7 @@ class Simulator:
 
         arrays = plan_arrays(plan)
         peaks = swept(plan, arrays, engine_played(engine, plan, arrays), topology, self.optimizer_states).peaks().tolist()
-        expected, limits = [with_allowance(peak) for peak in peaks], (*topology.memory_limits, 0)
+        expected, limits = [with_allowance(peak) for peak in peaks], (*topology.memory_limits, min(topology.memory_limits))
         if all(peak <= limit for peak, limit in zip(expected, limits, strict=False)):
             return expected
         return expected_peaks(peaks, memory_use(plan, self.optimizer_states))
