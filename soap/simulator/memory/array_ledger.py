@@ -26,7 +26,7 @@ from soap.simulator.memory.curves import (
     peaks_of,
 )
 from soap.simulator.memory.grouped import least, most
-from soap.simulator.memory.transit import SENT_BYTES, SENT_TENSORS
+from soap.simulator.memory.transit import NO_STAY, SENT_BYTES, SENT_TENSORS
 
 Longs = NDArray[np.int64]
 Flags = bool | NDArray[np.bool_]
@@ -128,7 +128,7 @@ class ArrayLedger:
         device, start, answer, size, held, copied, made = np.concatenate(self._sends, axis=1)
         count, stays = len(device), np.concatenate([np.zeros((5, 0), np.int64), *self._stays], axis=1)
         self._sends, self._stays, self._sent_count = [], [], 0
-        lies = least(stays[0], stays[1], count, 0)
+        lies = least(stays[0], stays[1], count, NO_STAY)
         end = _until_free(np.stack([device, start, answer, size]), np.lexsort((lies, made, copied, held, size, answer, start, device)))
         later = end > start
         own, flags = (device[later], start[later], end[later], held[later]), {"early": copied[later] == 1, "made": made[later] == 1}

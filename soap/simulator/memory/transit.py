@@ -55,6 +55,10 @@ SENT_TENSORS = 64
 """At most this many bytes, in this many tensors, may be on their way out; then the runtime waits for the oldest send."""
 
 
+NO_STAY = -(2**62)
+"""In place of the least ``Stay.of`` of a send that has none: of equal sends it is the first one, then that of the least."""
+
+
 class Stay(NamedTuple):
     """Memory in which something that is sent lies. It stays for that once its readers here have let it go, at ``since_ns``. ``of``: its
     number; it is there once, however many parts of it are sent. ``copy_bytes``: of what may be a copy until then."""
@@ -88,7 +92,7 @@ def until_free(sends: Iterable[Send], most: int | None = None) -> Iterator[tuple
     """
     queue: deque[Send] = deque()
     size, most = 0, SENT_TENSORS if most is None else most
-    for send in sorted(sends, key=lambda own: (*own[:7], min((stay.of for stay in own.stays), default=0))):
+    for send in sorted(sends, key=lambda own: (*own[:7], min((stay.of for stay in own.stays), default=NO_STAY))):
         for other in [other for other in queue if other.answer_ns <= send.start_ns]:
             queue.remove(other)
             size -= other.size
