@@ -29,7 +29,7 @@ from soap.cli.options import positive
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
 from soap.search.metropolis import DEFAULT_BETA
-from soap.simulator.compiled.played import PlayedTasks
+from soap.simulator.compiled.played import TakenTasks
 from soap.simulator.engine import Engine
 from soap.strategy.classical import random_config
 from soap.strategy.config import Strategy, SyncConfig
@@ -50,9 +50,9 @@ class Agreement(NamedTuple):
     compared: int
 
 
-def _played_alike(a: PlayedTasks, b: PlayedTasks) -> bool:
-    """Whether two simulations took the same tasks at the same times."""
-    return all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
+def _played_alike(a: TakenTasks, b: TakenTasks) -> bool:
+    """Whether two simulations took the same tasks at the same times, wherever they have them."""
+    return all(np.array_equal(x, y) for x, y in zip(a._replace(slot=b.slot), b, strict=True))
 
 
 def compare(graph: OperatorGraph, topology: Topology, proposals: int, seed: int = 0, beta: float = DEFAULT_BETA) -> Agreement:
@@ -68,14 +68,14 @@ def compare(graph: OperatorGraph, topology: Topology, proposals: int, seed: int 
         proposed, cost_ns = _propose(delta, graph, topology, strategy, draw)
         full.load(proposed)
         full_ns = full.play()
-        different += cost_ns != full_ns or not _played_alike(delta.proposed_tasks(), full.played_tasks())
-        compared += len(full.played_tasks().key)
+        different += cost_ns != full_ns or not _played_alike(delta.taken(), full.taken())
+        compared += len(full.taken().key)
         if cost_ns <= current_ns or draw.random() < exp(beta * (current_ns - cost_ns) / start_ns):
             delta.accept()
             strategy, current_ns, accepted = proposed, cost_ns, accepted + 1
         else:
             delta.reject()
-    return Agreement(len(delta.played_tasks().key), proposals, accepted, different, compared)
+    return Agreement(len(delta.taken().key), proposals, accepted, different, compared)
 
 
 def _propose(

@@ -28,7 +28,7 @@ def report(args: argparse.Namespace, simulator: Simulator, strategy: Strategy, f
         "strategy": name,
         "folded": {"copies": found.copies, "tiles": found.tiles},
         "predicted_ns": found.makespan_ns,
-        "most_memory_bytes": found.peak_bytes,
+        "peak_memory_bytes": found.peak_bytes,
         "available_memory_bytes": found.available_bytes,
         "fits": found.peak_bytes <= found.available_bytes,
     }
@@ -38,7 +38,7 @@ def text(report: dict[str, Any]) -> str:
     """The document as a short table."""
     cluster, folded = report["cluster"], report["folded"]
     lacks = "" if report["fits"] else ": does not fit"
-    held = f"at most {format_bytes(report['most_memory_bytes'])} of {format_bytes(report['available_memory_bytes'])}{lacks}"
+    held = f"{format_bytes(report['peak_memory_bytes'])} of {format_bytes(report['available_memory_bytes'])}{lacks}"
     head = f"{report['model']} on {cluster['name']} ({cluster['devices']} devices)\n"
     head += f"note: {folded['copies']} copies of the model do the same: two were simulated, {folded['tiles']:,} tiles"
     return f"{head}\n\n{listed([(report['strategy'], milliseconds(report['predicted_ns'])), ('memory per device', held)])}"

@@ -21,4 +21,4 @@ class MemoryKind(StrEnum):
 
 
 ALLOWANCE = "allowance"
-"""In reports beside the kinds: what a device may hold more than the simulated order of tasks does (``simulator.memory.residency``)."""
+"""In reports beside the kinds: what a device may hold more than the simulated order of tasks does (``simulator.memory.sweep``)."""

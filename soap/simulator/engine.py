@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any, NamedTuple, TypeVar
@@ -27,7 +27,7 @@ from soap.simulator.compiled.graph_arrays import Ints
 from soap.simulator.compiled.handles import handle
 from soap.simulator.compiled.history import complete, make_history, retrace
 from soap.simulator.compiled.pass_order import pass_tables, repeated
-from soap.simulator.compiled.played import PlayedTask, PlayedTasks, TakenTasks, all_tasks, each_task, held_resources
+from soap.simulator.compiled.played import TakenTasks, held_resources
 from soap.simulator.compiled.rebuild import Held, lower_all
 from soap.simulator.compiled.scratch import FULL, make_scratch
 from soap.simulator.compiled.state import ARENA, SLOTS, State, make_state
@@ -348,30 +348,19 @@ class Engine:
         configs = zip(self.graph.operators, self._configs, strict=True)
         return replace(self._loaded, operators={op.name: config for op, config in configs}, parameters=self._syncs)
 
-    def played_tasks(self) -> PlayedTasks:
-        """The last simulation of the held strategy."""
-        return all_tasks(self.state, self.trial)
-
-    def proposed_tasks(self) -> PlayedTasks:
-        """The simulation of the proposal, which must have had no bound."""
-        complete(self._trial, self._other)
-        return all_tasks(self.state, self.other)
-
     def taken(self) -> TakenTasks:
-        """The tasks of ``last_trial``, with what they wait for. A proposal that was stopped at its bound has none: reject it first."""
-        handle_of, trial = self.last_trial(), self.trial if self._proposed_ns is None else self.other
+        """The tasks of ``last_trial``. A proposal that was stopped at its bound has none: reject it first."""
+        played, C = self.last_trial(), self.state
+        trial = self.trial if self._proposed_ns is None else self.other
         slots = trial.order[: trial.size[TAKEN]]
         place = np.full(len(trial.order), -1, np.int32)
         place[slots] = np.arange(len(slots))
-        begins = np.concatenate(([0], np.cumsum(self.state.waits[slots], dtype=np.int64)))
+        begins = np.concatenate(([0], np.cumsum(C.waits[slots], dtype=np.int64)))
         waits = Waits(place, begins[:-1].copy(), np.zeros(begins[-1], np.int64))
-        note_waits(self._parts["graph"], self._parts["state"], self._parts["groups"], handle_of, handle(waits))
-        held = held_resources(self.state, slots, self._tables.groups().static)
-        return TakenTasks(slots, trial.start[slots], trial.end[slots], begins, waits.waits, *held)
-
-    def tasks(self) -> Iterator[PlayedTask]:
-        """All tasks of the last simulation, in the order in which the simulation took them."""
-        return each_task(self.state, self.trial, self._tables.groups().static)
+        note_waits(self._parts["graph"], self._parts["state"], self._parts["groups"], played, handle(waits))
+        held = held_resources(C, slots, self._tables.groups().static)
+        key, times = np.stack([C.key[slots], C.subkey[slots]], axis=1), (C.duration[slots], trial.start[slots], trial.end[slots])
+        return TakenTasks(slots, key, *times, C.moved[slots], begins, waits.waits, *held)
 
     def _lower_all(self, *held: Ints) -> None:
         self.state.sync[: len(self._codes)], self.state.prefetch[0] = self._codes, self._loaded.prefetch

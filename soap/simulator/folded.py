@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeVar
@@ -59,12 +59,12 @@ class FoldedSimulation:
 
     @cached_property
     def peak_bytes(self) -> tuple[int, ...]:
-        """The peak memory to expect on each device of the cluster, with an allowance (``residency.ALLOWANCE``)."""
+        """The peak memory to expect on each device of the cluster, with an allowance (``sweep.ALLOWANCE``)."""
         return tuple(self.folding.for_all(self._expected))
 
     @cached_property
     def peak_by_kind(self) -> tuple[dict[str, int], ...]:
-        """What each device's expected peak is made of, in bytes: values, gradients, states, … (``residency.peaks_by_kind``)."""
+        """What each device's expected peak is made of, in bytes: values, gradients, states, … (``sweep.peaks_by_kind``)."""
         return tuple(self.folding.for_all(peaks_by_kind(self._curves, self._expected)))
 
     @property

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from soap.simulator.costs import CostModel
 from soap.simulator.drawn_engine import make_engine
 from soap.simulator.draws import Draws
 from soap.simulator.engine import Engine
 from soap.simulator.folding import Folding
-from soap.simulator.memory.bound import MemoryBound
-from soap.simulator.memory.residency import ALLOWANCE
 from soap.simulator.shared import Shared
 
 
@@ -32,7 +29,8 @@ def messages(folding: Folding, engine: Engine) -> int:
     """Communications in an iteration, of all copies. ``engine``: has played the two copies. What holds nothing but devices and links of
     copy 1 stands for the same in all copies but the first."""
     small, images = folding.topology, folding.copies.images
-    mine = {*np.searchsorted(folding.copies.devices, images[1]).tolist()}
-    mine.update((small.device_count + folding.alike[folding.local[1]]).tolist())
-    sent = [task.resources for task in engine.tasks() if task.bytes]
-    return len(sent) + (folding.count - 2) * sum(bool(held) and mine.issuperset(held) for held in sent)
+    mine = np.append(np.searchsorted(folding.copies.devices, images[1]), small.device_count + folding.alike[folding.local[1]])
+    own = engine.taken()
+    count, elsewhere = np.diff(own.held_ptr), np.append(0, np.cumsum(~np.isin(own.held, mine)))
+    inside = (count > 0) & (np.diff(elsewhere[own.held_ptr]) == 0)
+    return int(np.count_nonzero(own.bytes) + (folding.count - 2) * np.count_nonzero(inside & (own.bytes > 0)))

@@ -69,8 +69,6 @@ MOST_FOLDINGS = 4
 DECIDING = tuple(field.name for field in fields(Strategy) if field.name not in ("operators", "prefetch"))
 """Fields of a strategy that decide about its copies, beside where its operators are."""
 
-UNEQUAL = "readers own unequal parts of parameters"
-
 Ints = NDArray[np.int64]
 T = TypeVar("T")
 
@@ -167,11 +165,10 @@ def fold(
     strategy: Strategy,
     training: PlannedTraining = PLAIN,
     *,
-    nearly: bool = False,
     builders: CopiesBuilders | None = None,
 ) -> Folding | str:
-    """The strategy folded over as many copies as possible, or the reason why it cannot be folded, in one line. It must be legal.
-    ``nearly``: also if that is not exact. ``builders``: of the same graph, cluster and training."""
+    """The strategy folded over as many copies as possible, perhaps not exactly, or the reason why it cannot be folded, in one line. It must
+    be legal. ``builders``: of the same graph, cluster and training."""
     for sync in strategy.parameters.values():
         if sync.contract.folding or sync.offload:
             return sync.contract.folding or "optimizer states are offloaded"
@@ -185,7 +182,7 @@ def fold(
         return "devices have a cold penalty after a wait"
     builders = builders or CopiesBuilders(graph, topology, training)
     if (known := builders.again(strategy)) is not None:
-        return known if nearly or known.exact else UNEQUAL
+        return known
     no_copies: list[str] = []
     unlike_copies: list[str] = []
     for count in candidates(strategy):
@@ -195,7 +192,7 @@ def fold(
             reasons = unlike_copies
             found = _Folding(copies, builders).fold()
             builders.add(strategy, found)
-            return found if nearly or found.exact else UNEQUAL
+            return found
         except UnfoldableError as error:
             reasons.append(str(error))
     return next(iter(unlike_copies + no_copies), f"at most {LEFT} devices in use")

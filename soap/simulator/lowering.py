@@ -102,9 +102,9 @@ class _Lowering:
     """The state of one lowering.
 
     ``_forward``, ``backward_tasks``, ``weights_tasks``: tile -> its task. ``_reduced``: reduction -> the tasks that its sum is ready after.
-    ``_brought``: part -> the task that brings it. ``_returned``: first part of a carrier -> the task of its gradients. ``_sums``: reduction ->
-    its task; that of the gradients. ``_arrivals``: tile -> the tasks that bring what it reads; ``_arrivals_back``: to its
-    backward pass, of parameters. ``_gradients``: holding -> the tasks that make or bring parts of its gradient; empty if it gets none.
+    ``_brought``: part -> the task that brings it. ``_returned``: first part of a carrier -> the task of its gradients. ``_sums``: reduction
+    -> its task, and that of its gradients. ``_arrivals``: tile -> the tasks that bring what it reads; ``_arrivals_back``: to its backward
+    pass, of parameters. ``_gradients``: holding -> the tasks that make or bring parts of its gradient; empty if it gets none.
     """
 
     def __init__(self, plan: Plan, costs: CostModel, tasks: TaskList) -> None:

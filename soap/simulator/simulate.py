@@ -104,12 +104,12 @@ class Simulation:
 
     @cached_property
     def peak_bytes(self) -> tuple[int, ...]:
-        """The peak memory to expect on each device, with an allowance (``residency.ALLOWANCE``)."""
+        """The peak memory to expect on each device, with an allowance (``sweep.ALLOWANCE``)."""
         return expected_peaks([curve.peak_bytes for curve in self.memory_over_time], self.memory)
 
     @cached_property
     def peak_by_kind(self) -> tuple[dict[str, int], ...]:
-        """What each device's expected peak is made of, in bytes: values, gradients, states, … (``residency.peaks_by_kind``)."""
+        """What each device's expected peak is made of, in bytes: values, gradients, states, … (``sweep.peaks_by_kind``)."""
         return peaks_by_kind(self.memory_over_time, self.peak_bytes)
 
     @cached_property
@@ -186,7 +186,7 @@ class Simulator:
         self._parameters = {parameter.name: None for parameter in graph.parameters}
         self._builder = PlanBuilder(graph, topology, training)
         self._answers: OrderedDict[Hashable, tuple[int, int]] = OrderedDict()
-        self._folded: OrderedDict[Hashable, FoldedSimulation | str] = OrderedDict()
+        self._folded: OrderedDict[Hashable, FoldedSimulation] = OrderedDict()
         self._foldings: OrderedDict[Hashable, Folding | str] = OrderedDict()
         self._copies_builders = CopiesBuilders(graph, topology, training)
 
@@ -213,27 +213,25 @@ class Simulator:
     def predict(self, strategy: Strategy) -> Simulation | FoldedSimulation:
         """The full outcome, folded if the strategy has at least ``MANY_TILES`` tiles and can be folded, or nearly so: then times and memory
         may be above those of all devices, by little."""
-        folded = self._folded_or_nearly(strategy) if is_large(strategy) else ""
+        folded = self.run_folded(strategy, nearly=True) if is_large(strategy) else ""
         return self.run(strategy) if isinstance(folded, str) else folded
-
-    def _folded_or_nearly(self, strategy: Strategy) -> FoldedSimulation | str:
-        """The full outcome from two copies that are equal, or else nearly so; or why that cannot be."""
-        folded = self.run_folded(strategy)
-        return self.run_folded(strategy, nearly=True) if isinstance(folded, str) else folded
 
     def outcome(self, strategy: Strategy) -> Simulation | FoldedSimulation | None:
         """``predict``; None if the strategy is large and cannot be folded: to play all of it takes minutes."""
-        folded = self._folded_or_nearly(strategy) if is_large(strategy) else self.run(strategy)
+        folded = self.run_folded(strategy, nearly=True) if is_large(strategy) else self.run(strategy)
         return None if isinstance(folded, str) else folded
 
     def run_folded(self, strategy: Strategy, *, nearly: bool = False) -> FoldedSimulation | str:
         """The full outcome from two of many equal copies, or the reason why it cannot be folded, in one line. Keeps the last answers.
         ``nearly``: see ``folding``."""
-        key = self.key(strategy), nearly
+        folding, key = self.folding(strategy, nearly=nearly), self.key(strategy)
+        if isinstance(folding, str):
+            return folding
         found = self._folded.get(key)
         if found is None:
-            found = self._run_folding(self.folding(strategy, nearly=nearly))
-            if isinstance(found, str) or len(found.tasks.tasks) <= MOST_KEPT_TASKS:
+            tasks = lower(folding.plan, folding.topology, self.costs, folding.communication)
+            found = FoldedSimulation(folding, tasks, simulate(tasks), self.optimizer_states)
+            if len(tasks.tasks) <= MOST_KEPT_TASKS:
                 self._folded[key] = found
             if len(self._folded) > KEPT_FOLDED:
                 self._folded.popitem(last=False)
@@ -242,20 +240,14 @@ class Simulator:
     def folding(self, strategy: Strategy, *, nearly: bool = False) -> Folding | str:
         """A strategy as two of many equal copies, or the reason why it cannot be folded, in one line. Keeps the last answers.
         ``nearly``: copy 1 may own some rows more than others; then times and memory may be above those of all devices, by little."""
-        strategy.validate(self.graph, self.topology.device_count)
-        key = self.key(strategy), nearly
-        if key not in self._foldings:
-            own = self.graph, self.topology, strategy, self.training
-            self._foldings[key] = fold(*own, nearly=nearly, builders=self._copies_builders)
+        key = self.key(strategy)
+        found = self._foldings.get(key)
+        if found is None:
+            strategy.validate(self.graph, self.topology.device_count)
+            found = self._foldings[key] = fold(self.graph, self.topology, strategy, self.training, builders=self._copies_builders)
             if len(self._foldings) > KEPT_FOLDED:
                 self._foldings.popitem(last=False)
-        return self._foldings[key]
-
-    def _run_folding(self, folding: Folding | str) -> FoldedSimulation | str:
-        if isinstance(folding, str):
-            return folding
-        tasks = lower(folding.plan, folding.topology, self.costs, folding.communication)
-        return FoldedSimulation(folding, tasks, simulate(tasks), self.optimizer_states)
+        return found if nearly or isinstance(found, str) or found.exact else "readers own unequal parts of parameters"
 
     def cost(self, strategy: Strategy) -> tuple[int, int]:
         """(makespan in ns, bytes of memory that are lacking): what a search compares. Recent strategies are not simulated again. Of a plan
@@ -289,7 +281,7 @@ class Simulator:
     def overflow_of_played(self, strategy: Strategy, engine: Engine, folding: Folding | None = None) -> int:
         """The second half of ``cost``, of a strategy that an engine holds or proposes; with ``folding`` as two of its copies."""
         if folding is not None:
-            return overflow_bytes(self._expected_folded(folding, engine), self.topology)
+            return overflow_bytes(self.expected_folded(folding, engine), self.topology)
         plan = self._builder.build(strategy)
         if _is_refused(plan):
             return REFUSED_BYTES
@@ -298,7 +290,7 @@ class Simulator:
     def share_of_played(self, strategy: Strategy, engine: Engine, folding: Folding | None = None) -> float:
         """``peak_share`` of a strategy that an engine holds or proposes; with ``folding`` as two of its copies."""
         if folding is not None:
-            return self._share(self._expected_folded(folding, engine))
+            return self._share(self.expected_folded(folding, engine))
         plan = self._builder.build(strategy)
         if _is_refused(plan) or self._lacking_on_hosts(plan):
             return inf
@@ -318,8 +310,8 @@ class Simulator:
             return expected
         return expected_peaks(peaks, memory_use(plan, self.optimizer_states))
 
-    def _expected_folded(self, folding: Folding, engine: Engine) -> Sequence[int]:
-        """The same on each device of the cluster, from two copies that an engine holds or proposes."""
+    def expected_folded(self, folding: Folding, engine: Engine) -> Sequence[int]:
+        """What is expected on each device of the cluster at its peak, from two copies that an engine holds or proposes."""
         return folding.for_all(self._expected(folding.with_an_idle_device(folding.plan), engine, folding.topology))
 
     def _lacking_on_hosts(self, plan: Plan) -> int:

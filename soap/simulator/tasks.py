@@ -117,9 +117,9 @@ Places = Mapping[int, int]
 
 @dataclass(frozen=True)
 class TaskPlaces:
-    """Which task is for what, beside passes, which know their tiles. ``need``: by tile, the moment from which on its second run, or the copy
-    ``back``, is needed; ``away``: the copy to its host. ``brought``, ``returned``: by a carrier's first part, its task, and that of the
-    gradients. ``summed``, ``summed_back``: by reduction, the same."""
+    """Which task is for what, beside passes, which know their tiles. By tile, ``need``: from when on its second run, or the copy
+    ``back``, is needed; ``away``: the copy to its host. By a carrier's first part, ``brought``: its task, ``returned``: that of the
+    gradients. By reduction, ``summed``, ``summed_back``."""
 
     need: Places = field(default_factory=dict)
     away: Places = field(default_factory=dict)

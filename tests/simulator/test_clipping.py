@@ -41,9 +41,7 @@ def words() -> OperatorGraph:
     return g.build(g.mean(g.linear(x, 16, name="dense")))
 
 
-def played(
-    sync: SyncConfig | None, training: PlannedTraining, topology: Topology = FOUR, graph: OperatorGraph | None = None
-) -> Simulation:
+def played(sync: SyncConfig | None, training: PlannedTraining, topology: Topology = FOUR, graph: OperatorGraph | None = None) -> Simulation:
     """Data parallelism with all parameters that a method can serve synchronized by it."""
     graph = graph or mlp()
     strategy = data_parallel(graph, topology)

@@ -52,9 +52,7 @@ def test_equal_names_err_alike_and_factors_multiply() -> None:
     assert not np.array_equal(draws(16, seed=1).factors([Error(("a",), 0.2)]), a)
 
 
-@pytest.mark.parametrize(
-    ("risk", "expected"), [(Risk.MEAN, 45), (Risk.TAIL, (45 + 85) // 2), (Risk.Q80, 70), (Risk.WORST, 90)]
-)
+@pytest.mark.parametrize(("risk", "expected"), [(Risk.MEAN, 45), (Risk.TAIL, (45 + 85) // 2), (Risk.Q80, 70), (Risk.WORST, 90)])
 def test_what_many_times_come_to(risk: Risk, expected: int) -> None:
     assert cost_ns([90, 0, 80, 10, 20, 70, 60, 30, 40, 50], risk) == expected
 

@@ -16,6 +16,7 @@ from soap.cluster.topology import Device, Host, Link, Topology
 from soap.model.graph import OperatorGraph
 from soap.plan.compression.training import PLAIN, PlannedTraining
 from soap.plan.copies import LEFT, find_copies
+from soap.plan.delivery import box_bytes
 from soap.profiles.roofline import RooflineCosts
 from soap.schedules.named import parse
 from soap.simulator.drawn_times import reference_times_ns
@@ -124,10 +125,10 @@ def test_strategies_that_divide_operators_alike_share_a_builder_and_get_the_same
     names = ("data_parallel", "recompute", "data_parallel+selective", "zero1", "fsdp+recompute")
     for name in names:
         strategy = named(name, graph, topology)
-        own, shared = fold(graph, topology, strategy, nearly=True), fold(graph, topology, strategy, nearly=True, builders=builders)
+        own, shared = fold(graph, topology, strategy), fold(graph, topology, strategy, builders=builders)
         assert isinstance(own, Folding) and isinstance(shared, Folding)
         assert shared.plan == own.plan and shared.plan.strategy == own.plan.strategy and shared.topology == own.topology
-    again = fold(graph, topology, replace(strategy, prefetch=2), nearly=True, builders=builders)
+    again = fold(graph, topology, replace(strategy, prefetch=2), builders=builders)
     assert isinstance(again, Folding) and again.communication is shared.communication  # nothing that decides about copies has changed
     assert len({id(builders.builder(find_copies(graph, named(name, graph, topology), 16), own.builder.topology)) for name in names}) == 1
 
@@ -194,21 +195,23 @@ def test_unequal_parts_are_folded_to_no_less(case: Case, sync: SyncConfig) -> No
     """Copy 1 owns a row more of each region than others at most, and nothing is below what the whole simulation says."""
     graph, topology, strategy = case
     strategy = shared(strategy, graph, sync)
-    folding = fold(graph, topology, strategy, nearly=True)
+    folding = fold(graph, topology, strategy)
     if isinstance(folding, str):
         return
     if folding.exact:
         check(graph, topology, strategy, folding)
         check_outcome(graph, topology, strategy, folding)
         return
-    assert _reason(graph, topology, strategy) == "readers own unequal parts of parameters"
     simulator = Simulator(graph, topology, RooflineCosts(topology))
+    assert simulator.run_folded(strategy) == "readers own unequal parts of parameters"
     whole, folded = simulator.run(strategy), simulator.run_folded(strategy, nearly=True)
     assert isinstance(folded, FoldedSimulation)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("soap.simulator.simulate.MANY_TILES", 0)  # what is large is played so
         assert simulator.predict(strategy) is simulator.outcome(strategy) is folded
-    rows = [graph.tensors[p.name].bytes // max(1, p.shape[0] if p.shape else 1) for p in graph.parameters]
+    plan = folding.plan
+    regions = [(region.box, box_bytes(plan, region.parameter, region.box)) for sync in plan.syncs for region in sync.regions]
+    rows = [size // (box[0][1] - box[0][0]) if box else size for box, size in regions]
     assert folded.task_count >= len(whole.tasks.tasks)  # an empty part has no task
     assert folded.makespan_ns >= whole.makespan_ns
     for mine, all_of_it in zip(folded.memory, whole.memory, strict=True):

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from soap.plan.memory_kinds import MemoryKind
-from soap.simulator.tasks import Schedule, TaskKind
-from tests.simulator.reference_memory.leaving import LeftSums
+from soap.simulator.memory.left_sums import left_until
+from soap.simulator.memory.plan_arrays import MESSAGE
+from soap.simulator.memory.played import NONE
+from soap.simulator.memory.spans import NEVER
 from tests.simulator.reference_memory.ledger import Ledger
 
 PARTS, CELL = 10, 3
@@ -32,32 +34,38 @@ def test_a_scattered_sum_is_packed_when_its_parts_have_gone(received: int) -> No
     assert curve.bytes_held[-1] == 0
 
 
-def graph(reads: bool) -> tuple[Any, Any, Any]:
-    """Devices 0 and 1 make a sum that 1 reads. Then 1 sends something to 0, of what it has read or of something else."""
-    name = "reduce y[0:4]#0"
-    output = SimpleNamespace(tensor="y")
-    reduction = SimpleNamespace(operator=0, output=0, replica=0, box=((0, 4),), devices=(0, 1), tiles=(0, 1), cells=())
-    tiles = [SimpleNamespace(device=device) for device in (0, 1, 1, 0)]
-    model = SimpleNamespace(operators=[SimpleNamespace(outputs=[output])])
-    plan = SimpleNamespace(device_count=2, graph=model, reductions=[reduction], tiles=tiles, fetches=[], holdings=[])
-    rows = [("a", 0, ()), ("b", 1, ()), (name, None, (0, 1)), ("c", 2, (2,) if reads else ()), ("d", 3, (3,))]
-    tasks = [SimpleNamespace(name=one, tile=tile, predecessors=before, kind=TaskKind.FORWARD) for one, tile, before in rows]
-    starts = np.array([0, 0, 10, 20, 30])
-    return SimpleNamespace(plan=plan, tasks=tasks), Schedule(starts, starts + 10), plan
+def left(looks: tuple[int, ...], *, reads: bool = True, waits: bool = True) -> int:
+    """Until when device 0 keeps a sum that devices 0 and 1 make until 20, and that 1 reads. Then 1 sends something to 0, of what it has
+    read or of something else; the pass of 0 that reads it begins at 30. ``waits``: whether ranks wait for what 1 reads. ``looks``: when
+    device 0 sends something. All is over at 100."""
+    tables: Any = SimpleNamespace(
+        sum_devices=SimpleNamespace(sum=longs(0, 0), device=longs(0, 1)),
+        tiles=SimpleNamespace(device=longs(0, 1, 1, 0)),
+        holdings=SimpleNamespace(device=longs(*(0 for _ in looks))),
+        fetches=SimpleNamespace(device=longs(*(1 for _ in looks))),
+        pieces=SimpleNamespace(holding=np.arange(len(looks)), fetch=np.arange(len(looks)), carrier=np.arange(len(looks))),
+        carriers=SimpleNamespace(pattern=longs(*(MESSAGE for _ in looks))),
+    )
+    spans: Any = SimpleNamespace(end=100, brought_start=longs(*looks), returned_start=longs(*(NEVER for _ in looks)), summed_end=longs(20))
+    before: list[tuple[int, ...]] = [(), (), (0, 1), (2,) if reads else (), (3,)]
+    start = longs(0, 0, 10, 20 if waits else 15, 30)
+    played: Any = SimpleNamespace(
+        tile=longs(0, 1, NONE, 2, 3), start=start, end=start + 10, summed=longs(2),
+        waits_ptr=np.cumsum([0, *map(len, before)]), waits=longs(*(other for own in before for other in own)),
+    )  # fmt: skip
+    (found,) = left_until(tables, spans, played, longs(0), longs(100))
+    return int(found)
 
 
-@pytest.mark.parametrize(("looks", "over"), [((5, 33, 70), 33), ((5, 25), 100), ((), 100)])
-def test_a_sum_is_kept_until_its_device_looks_after_something_has_followed_from_it(
-    looks: tuple[int, ...], over: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tests.simulator.reference_memory.leaving._looks", lambda spans: [list(looks), []])
-    tasks, schedule, _ = graph(reads=True)
-    spans: Any = None
-    assert LeftSums(tasks, schedule, spans, [(0, 0)]).over(0, 0, 100) == over
-    assert LeftSums(tasks, schedule, spans, []).over(0, 0, 100) == 100
+def longs(*numbers: int) -> Any:
+    return np.array(numbers, np.int64)
 
 
-def test_a_sum_from_which_nothing_follows_is_kept_to_the_last() -> None:
-    tasks, schedule, _ = graph(reads=False)
-    spans: Any = None
-    assert LeftSums(tasks, schedule, spans, [(0, 0)]).over(0, 0, 100) == 100
+@pytest.mark.parametrize(("looks", "over"), [((5, 33, 70), 33), ((5, 30), 30), ((5, 25), 100), ((), 100)])
+def test_a_sum_is_kept_until_its_device_looks_after_something_has_followed_from_it(looks: tuple[int, ...], over: int) -> None:
+    assert left(looks) == over
+
+
+def test_a_sum_from_which_nothing_follows_for_certain_is_kept_to_the_last() -> None:
+    assert left((5, 33, 70), reads=False) == 100
+    assert left((5, 33, 70), waits=False) == 100

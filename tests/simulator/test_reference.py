@@ -235,6 +235,7 @@ def test_a_tile_takes_longer_behind_a_sum_than_behind_a_message() -> None:
 
 def test_a_tile_takes_longer_if_its_device_has_waited() -> None:
     """By how much follows from what has followed since; a message never does. Communication is as good as a wait."""
+
     def tile(made: Task) -> Task:
         return replace(made, tile=0)
 

@@ -75,8 +75,6 @@ def test_values_are_gathered_behind_the_owners_updates() -> None:
             assert scatter_name(sync) in before
 
 
-
-
 def test_devices_keep_the_states_of_their_parts() -> None:
     graph, topology = transformer(), cluster([4], GPU)
     size = sum(tensor.bytes for tensor in graph.parameters if tensor.requires_grad)

@@ -223,5 +223,5 @@ def test_memory_is_never_under(contract: Contract) -> None:
 def test_it_folds_as_its_contract_says(contract: Contract) -> None:
     topology = cluster([1, 1, 1, 1], GPU)
     strategy = data_parallel(GRAPH, topology).with_changes(parameters=dict.fromkeys(served(contract), CASES[contract.name][0]))
-    found = fold(GRAPH, topology, strategy, nearly=True)
+    found = fold(GRAPH, topology, strategy)
     assert isinstance(found, Folding) if not contract.folding else found == contract.folding

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from soap.plan.plan import Plan
 from soap.simulator.communication.synchronizing import possible_tasks
 from soap.simulator.compiled import task_keys
-from soap.simulator.compiled.graph_arrays import Ints
 from soap.simulator.compiled.state import (
     AGAIN_TILE,
     BACKWARD_TILE,
@@ -21,7 +20,6 @@ from soap.simulator.compiled.state import (
     NEED,
     UPDATE_DEVICE,
     WEIGHTS_TILE,
-    State,
 )
 from soap.simulator.engine import Engine
 from soap.simulator.memory.plan_arrays import MESSAGE, PlanArrays
@@ -47,7 +45,7 @@ def engine_played(engine: Engine, plan: Plan, arrays: PlanArrays) -> Played:
     """The tasks of the proposal, or if there is none of the strategy that is held and was simulated. ``plan``: of that strategy, with its
     ``arrays``; of a folded engine, that of the folding."""
     C, taken = engine.state, engine.taken()
-    ids = _Ids(C, taken.slot)
+    ids = _Ids(taken.key)
     kinds, operators = C.kind[taken.slot], C.owner[taken.slot]
     tiles = np.array(plan.first_tile, np.int64)[operators] + C.index[taken.slot]
     carriers, sums = _carrier_ids(plan, arrays), _sum_ids(plan, arrays)
@@ -69,7 +67,7 @@ def engine_played(engine: Engine, plan: Plan, arrays: PlanArrays) -> Played:
         tile=np.where(passes, tiles, NONE),
         start=taken.start_ns,
         end=taken.end_ns,
-        duration=C.duration[taken.slot],
+        duration=taken.duration_ns,
         launch=np.where(passes, C.launch[taken.slot], 0),
         latency=np.where(computes, 0, C.latency[taken.slot]),
         overhead=np.where(computes, 0, C.overhead[taken.slot]),
@@ -90,8 +88,9 @@ def engine_played(engine: Engine, plan: Plan, arrays: PlanArrays) -> Played:
 class _Ids:
     """The ids of tasks, each as two numbers (``task_keys``). ``rank``: each task's place among all by id. ``phase``: the first part."""
 
-    def __init__(self, C: State, slots: Ints) -> None:
-        key, subkey, count = C.key[slots], C.subkey[slots], len(slots)
+    def __init__(self, keys: Longs) -> None:
+        """``keys``: see ``TakenTasks.key``."""
+        (key, subkey), count = keys.T, len(keys)
         phase_of: Any = task_keys.phase_of
         self.phase: Longs = phase_of.py_func(key)
         self._order = np.lexsort((subkey, key))
@@ -166,4 +165,5 @@ def _named(plan: Plan, ids: _Ids, kind: Longs) -> Mapping[str, tuple[int, int]]:
     first, last = ids.chunks(np.array([own for own, *_ in possible], np.int64))
     kinds = np.array([KINDS[own] for *_, own in possible])
     kind[first[first >= 0]] = kinds[first >= 0]
-    return {name: span for (_, name, _), *span in zip(possible, first.tolist(), last.tolist(), strict=True) if span[0] >= 0}
+    spans = zip(first.tolist(), last.tolist(), strict=True)
+    return {name: span for (_, name, _), span in zip(possible, spans, strict=True) if span[0] >= 0}

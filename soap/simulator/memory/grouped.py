@@ -39,6 +39,12 @@ def rows_of(begins: Longs, numbers: Longs) -> tuple[Longs, Longs]:
     return place, begins[numbers][place] + within
 
 
+def distinct(keys: Longs) -> Longs:
+    """All keys once, ascending. Fast where they nearly are."""
+    found = np.sort(keys, kind="stable")
+    return found[np.append(True, found[1:] != found[:-1])] if len(found) else found
+
+
 def total(keys: Longs, values: Any, size: int) -> Longs:
     """[size]: the sum of the values with this key."""
     found = np.zeros(size, np.int64)

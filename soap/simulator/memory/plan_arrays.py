@@ -32,7 +32,7 @@ PATTERNS = {Pattern.ALL_GATHER: GATHER, Pattern.ALL_TO_ALL: SWAP, Pattern.BROADC
 
 
 class Tiles(NamedTuple):
-    """By tile. ``kept``: bytes that it keeps beside its outputs; ``product``: what its products make, ``forward``, ``backward``: what is
+    """By tile. ``kept``: bytes that it keeps without its outputs; ``product``: what its products make, ``forward``, ``backward``: what is
     there while it runs (``peaks.TileSizes``); ``away``: what it copies to its host if it offloads. ``part``: its micro-batch, or 0."""
 
     operator: Longs
@@ -46,7 +46,7 @@ class Tiles(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """What tiles make. ``place``: which of the operator's outputs. ``keeps``: whether autograd keeps it for its maker."""
+    """By output of a tile. ``place``: which of the operator's outputs. ``keeps``: whether autograd keeps it for its maker."""
 
     tile: Longs
     place: Longs
@@ -55,7 +55,7 @@ class Outputs(NamedTuple):
 
 
 class Given(NamedTuple):
-    """What tiles read of inputs and constants. ``region``: equal if it is the same region of the same tensor. ``copied``: whether it lies
+    """By input or constant that a tile reads. ``region``: equal if it is the same region of the same tensor. ``copied``: whether it lies
     in several pieces. ``keeps``: whether autograd keeps it."""
 
     tile: Longs
@@ -134,8 +134,8 @@ class Pieces(NamedTuple):
 
 
 class Carriers(NamedTuple):
-    """By message or exchange: the pieces that it brings are ``part[parts[c]:parts[c + 1]]``. ``number``: place among the plan's messages, or
-    among its exchanges."""
+    """By message or exchange: the pieces that it brings are ``part[parts[c]:parts[c + 1]]``. ``number``: place among the plan's messages,
+    or among its exchanges."""
 
     pattern: Longs
     number: Longs
@@ -145,7 +145,7 @@ class Carriers(NamedTuple):
 
 class Sums(NamedTuple):
     """By reduction. ``bytes``: of the partial results; ``gradient_bytes``: of the sum's gradient. ``scattered``: whether devices get cells;
-    ``in_place``: whether these land one behind the other. Its tiles are ``member[members[s]:members[s + 1]]``; its devices have the rows
+    ``in_place``: whether these land one after the other. Its tiles are ``member[members[s]:members[s + 1]]``; its devices have the rows
     ``devices[s]:devices[s + 1]`` of ``SumDevices``."""
 
     operator: Longs
@@ -160,9 +160,9 @@ class Sums(NamedTuple):
 
 
 class SumDevices(NamedTuple):
-    """What a device gets of a reduction: ``bytes`` of partial results in its cell, or of all; ``gradient_bytes`` of the cell's gradient.
-    ``sent``: what it holds to send the others their cells as copies; ``sent_lying``: as they leave from where they lie, if the device packs
-    nothing together; ``others``: how many get something."""
+    """By device that gets something of a reduction: ``bytes`` of partial results in its cell, or of all; ``gradient_bytes`` of the cell's
+    gradient. ``sent``: what it holds to send the others their cells as copies; ``sent_lying``: as they leave from where they lie, if the
+    device packs nothing together; ``others``: how many get something."""
 
     sum: Longs
     device: Longs
@@ -190,52 +190,69 @@ class PlanArrays(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """The tables of one delivery, with its own positions, and by reader the number of its operator, to which its tile counts."""
+    """The tables of one delivery, with its own positions: by block an array [column, row], and how many rows it has. Columns that say where
+    something begins have here how many there are. Tiles have one column more, bytes of their parameters, which accelerators pack into one
+    piece, and readers the numbers of their operators, to which their tiles count."""
 
-    tables: PlanArrays
-    reader_operator: Longs
-    packed: Longs  # by tile: bytes of its parameters, which accelerators pack into one piece
+    blocks: tuple[Longs, ...]
+    counts: tuple[int, ...]
 
 
 _PARTS: WeakKeyDictionary[Delivery, tuple[OperatorGraph, _Part]] = WeakKeyDictionary()
 _REGIONS: dict[tuple[str, Box], int] = {}
 """Numbers of regions of tensors, in the order in which they were first asked for."""
 
-
 TABLES: dict[str, Any] = get_type_hints(PlanArrays)
+FLAGS = {(name, column) for name, table in TABLES.items() for column, hint in get_type_hints(table).items() if hint == Bools}
+LISTS = {"carriers": "part", "sums": "member"}
+"""Table -> its column that has rows of its own, and so is a block of its own."""
+BEGINS = {("fetches", "pieces"), ("fetches", "readers"), ("carriers", "parts"), ("sums", "members"), ("sums", "devices")}
+"""Columns that say where a row's part of another table begins."""
+BLOCKS = {name: [column for column in table._fields if column != LISTS.get(name)] for name, table in TABLES.items()}
+BLOCKS |= {column: [column] for column in LISTS.values()}
+BLOCKS["tiles"].append("packed")
+BLOCKS["readers"].append("operator")
+"""Block -> its columns."""
 REFERS = {
     ("outputs", "tile"): "tiles", ("given", "tile"): "tiles", ("parameters", "tile"): "tiles", ("holdings", "tile"): "tiles",
     ("holdings", "sum"): "sums", ("holdings", "output"): "outputs", ("readers", "fetch"): "fetches", ("pieces", "fetch"): "fetches",
-    ("pieces", "holding"): "holdings", ("pieces", "carrier"): "carriers", ("carriers", "part"): "pieces", ("sums", "member"): "tiles",
+    ("pieces", "holding"): "holdings", ("pieces", "carrier"): "carriers", ("part", "part"): "pieces", ("member", "member"): "tiles",
     ("sum_devices", "sum"): "sums",
 }  # fmt: skip
-"""(table, column) -> the table of which its numbers are; below 0 there is none."""
-BEGINS = {("fetches", "pieces"), ("fetches", "readers"), ("carriers", "parts"), ("sums", "members"), ("sums", "devices")}
-"""Columns that say where a row's part of another table begins; in the tables of one delivery how many there are."""
+"""(block, column) -> the table of which its numbers are; below 0 there is none."""
 
 
 def plan_arrays(plan: Plan) -> PlanArrays:
     """The arrays of a plan."""
-    parts = [_part_of(plan, position) for position in range(len(plan.deliveries))]
-    first = {name: _begins([len(getattr(part.tables, name)[0]) for part in parts])[:-1] for name in TABLES}
-    found: dict[str, Any] = {}
-    for name, table in TABLES.items():
-        columns = {}
-        for column in table._fields:
-            own = [getattr(getattr(part.tables, name), column) for part in parts]
-            joined = np.concatenate(own) if own else np.zeros(0, np.int64)
+    found = _joined([_part_of(plan, position) for position in range(len(plan.deliveries))])
+    tiles, readers, carriers = found["tiles"], found["readers"], found["carriers"]
+    readers["tile"] += np.array(plan.first_tile, np.int64)[readers.pop("operator")]
+    tiles["kept"] += tiles.pop("packed") * np.isin(tiles["device"], list(plan.accelerators))
+    messages = carriers["pattern"] == MESSAGE
+    carriers["number"] = np.where(messages, np.cumsum(messages), np.cumsum(~messages)) - 1
+    for name, column in LISTS.items():
+        found[name] |= found.pop(column)
+    for name, column in FLAGS:
+        found[name][column] = found[name][column] != 0
+    for name, column in BEGINS:
+        found[name][column] = _begins(found[name][column])
+    return PlanArrays(**{name: table(**found[name]) for name, table in TABLES.items()})
+
+
+def _joined(parts: Sequence[_Part]) -> dict[str, dict[str, Any]]:
+    """By block the columns of all parts, with the plan's positions."""
+    counts = np.array([part.counts for part in parts], np.int64).reshape(-1, len(BLOCKS))
+    firsts = dict(zip(BLOCKS, (np.cumsum(counts, axis=0) - counts).T, strict=True))
+    found: dict[str, dict[str, Any]] = {}
+    for place, (name, columns) in enumerate(BLOCKS.items()):
+        blocks = [part.blocks[place] for part in parts if part.counts[place]]
+        joined = np.concatenate([np.zeros((len(columns), 0), np.int64), *blocks], axis=1)
+        found[name] = dict(zip(columns, joined, strict=True))
+        for column in columns:
             if (to := REFERS.get((name, column))) is not None:
-                joined = joined + np.where(joined < 0, 0, np.repeat(first[to], [len(one) for one in own]))
-            columns[column] = _begins(joined) if (name, column) in BEGINS else joined
-        found[name] = table(**columns)
-    arrays = PlanArrays(**found)
-    operators = np.concatenate([part.reader_operator for part in parts]) if parts else np.zeros(0, np.int64)
-    readers = arrays.readers._replace(tile=arrays.readers.tile + np.array(plan.first_tile, np.int64)[operators])
-    packed = np.concatenate([part.packed for part in parts])
-    kept = arrays.tiles.kept + packed * np.isin(arrays.tiles.device, list(plan.accelerators))
-    messages = arrays.carriers.pattern == MESSAGE
-    number = np.where(messages, np.cumsum(messages), np.cumsum(~messages)) - 1
-    return arrays._replace(tiles=arrays.tiles._replace(kept=kept), readers=readers, carriers=arrays.carriers._replace(number=number))
+                shift = np.repeat(firsts[to], counts[:, place])
+                np.add(found[name][column], shift, out=found[name][column], where=found[name][column] >= 0)
+    return found
 
 
 def _begins(counts: Sequence[int] | Longs) -> Longs:
@@ -256,28 +273,21 @@ class _Maker:
     def __init__(self, plan: Plan, position: int) -> None:
         self._graph, self._own, self._position = plan.graph, plan.deliveries[position], position
         self._others, self._op = plan.deliveries, plan.graph.operators[position]
-        self._rows: dict[str, list[tuple[Any, ...]]] = {name: [] for name in TABLES}
+        self._rows: dict[str, list[tuple[int, ...]]] = {name: [] for name in BLOCKS}
         self._output_rows: dict[tuple[int, str], int] = {}
 
     def made(self) -> _Part:
         """All of them."""
-        packed = [self._tile(number, tile) for number, tile in enumerate(self._own.tiles)]
+        for number, tile in enumerate(self._own.tiles):
+            self._tile(number, tile)
         for holding in self._own.holdings:
             self._holding(holding)
-        operators = self._fetches()
-        parts = self._carriers()
-        members = [tile for reduction in self._own.reductions for tile in reduction.tiles]
+        self._fetches()
+        self._carriers()
         for number, reduction in enumerate(self._own.reductions):
             self._sum(number, reduction)
-        found: dict[str, Any] = {}
-        for name, table in TABLES.items():
-            hints, rows = get_type_hints(table), self._rows[name]
-            own = {("carriers", "part"): parts, ("sums", "member"): members}
-            fields = [column for column in table._fields if (name, column) not in own]
-            columns: dict[str, Any] = dict(zip(fields, zip(*rows, strict=True), strict=True)) if rows else dict.fromkeys(fields, ())
-            columns |= {column: own[key] for column in table._fields if (key := (name, column)) in own}
-            found[name] = table(**{c: np.array(columns[c], np.bool_ if hints[c] == Bools else np.int64) for c in table._fields})
-        return _Part(PlanArrays(**found), np.array(operators, np.int64), np.array(packed, np.int64))
+        blocks = (np.array(self._rows[name], np.int64).reshape(-1, len(columns)).T for name, columns in BLOCKS.items())
+        return _Part(tuple(blocks), tuple(len(rows) for rows in self._rows.values()))
 
     def _box_bytes(self, tensor: str, box: Box) -> int:
         return volume(box) * self._graph.tensors[tensor].itemsize
@@ -291,14 +301,15 @@ class _Maker:
         operands = enumerate((*op.inputs, *op.parameters, *op.outputs))
         return places is None or any(place in places for place, operand in operands if operand.tensor == tensor)
 
-    def _tile(self, number: int, tile: Tile) -> int:
-        """Add a tile, what it makes, and what it reads of the batch and of parameters. Returns the bytes of its parameters, if these may be
-        packed into one piece."""
+    def _tile(self, number: int, tile: Tile) -> None:
+        """Add a tile, what it makes, and what it reads of the batch and of parameters."""
         graph, op, shares = self._graph, self._op, self._shares(tile)
         padded = sum(padded_bytes(graph, op, k, tile.inputs[k], tile.intervals) for k in windows(op))
         backward = shares.backward + padded
-        row = (tile.operator, tile.device, shares.kept + padded, shares.product, shares.forward, backward, away_bytes(graph, tile))
-        self._rows["tiles"].append((*row, tile.part or 0))
+        held = shares.kept + padded, shares.product, shares.forward, backward, away_bytes(graph, tile)
+        boxes = zip(op.parameters, tile.parameters, strict=True) if op.kind in PACKING_KINDS else ()
+        packed = sum(self._box_bytes(operand.tensor, box) for operand, box in boxes)
+        self._rows["tiles"].append((tile.operator, tile.device, *held, tile.part or 0, packed))
         for place, output in enumerate(op.outputs):
             self._output_rows[number, output.tensor] = len(self._rows["outputs"])
             keeps = self._keeps(tile, output.tensor)
@@ -307,8 +318,8 @@ class _Maker:
             tensor = graph.tensors[operand.tensor]
             if tensor.kind in (TensorKind.INPUT, TensorKind.CONSTANT):
                 copied, keeps = not in_one_piece(box, tensor.shape), self._keeps(tile, operand.tensor)
-                row = number, region_number(operand.tensor, box), self._box_bytes(operand.tensor, box), copied, keeps
-                self._rows["given"].append(row)
+                region, size = region_number(operand.tensor, box), self._box_bytes(operand.tensor, box)
+                self._rows["given"].append((number, region, size, copied, keeps))
         numbers = {own.name: k for k, own in enumerate(graph.parameters)} if op.parameters else {}
         for place, (operand, box) in enumerate(zip(op.parameters, tile.parameters, strict=True), len(op.inputs)):
             tensor, size = graph.tensors[operand.tensor], self._box_bytes(operand.tensor, box)
@@ -319,8 +330,6 @@ class _Maker:
             own = number, numbers[operand.tensor], region_number(operand.tensor, box), size, rows_bytes
             flags = self._keeps(tile, operand.tensor), tensor.requires_grad, place in shares.in_rows, sparse
             self._rows["parameters"].append((*own, *flags))
-        packs = op.kind in PACKING_KINDS
-        return sum(self._box_bytes(o.tensor, box) for o, box in zip(op.parameters, tile.parameters, strict=True)) if packs else 0
 
     def _holding(self, held: Holding) -> None:
         graph, op, summed = self._graph, self._op, held.reduction
@@ -332,10 +341,9 @@ class _Maker:
         size, gradient = self._box_bytes(held.tensor, held.box), graph.tensors[held.tensor].requires_grad
         self._rows["holdings"].append((held.tile, held.device, -1 if summed is None else summed, output, size, gradient, in_rows))
 
-    def _fetches(self) -> list[int]:
-        """Add the fetches with their pieces and readers; returns the operators of these."""
+    def _fetches(self) -> None:
+        """Add the fetches with their pieces and readers."""
         apart, carriers = self._apart(), self._brought()
-        operators: list[int] = []
         for number, fetch in enumerate(self._own.fetches):
             gradient, holdings = self._graph.tensors[fetch.tensor].requires_grad, self._own.holdings
             remote = any(holdings[holding].device != fetch.device for _, holding in fetch.pieces)
@@ -344,15 +352,13 @@ class _Maker:
             for reader, tile, place in fetch.consumers:
                 shares = self._shares(self._others[reader].tiles[tile])
                 keeps = self._keeps(self._others[reader].tiles[tile], fetch.tensor)
-                self._rows["readers"].append((number, tile, place, keeps, place in shares.in_rows, place in shares.spread))
-                operators.append(reader)
+                self._rows["readers"].append((number, tile, place, keeps, place in shares.in_rows, place in shares.spread, reader))
             for place, (box, holding) in enumerate(fetch.pieces):
                 held = holdings[holding]
                 own = number, holding, self._box_bytes(fetch.tensor, box), held.device != fetch.device
                 moved = carriers.get((number, place), -1), (number, place) in apart
                 lies = lies_in_one_piece(box, fetch.box), lies_in_one_piece(box, held.box)
                 self._rows["pieces"].append((*own, *moved, box == fetch.box, box == held.box, *lies))
-        return operators
 
     def _all_carriers(self) -> list[Message | Exchange]:
         return [*self._own.messages, *self._own.exchanges]
@@ -373,29 +379,28 @@ class _Maker:
                 found |= remote
         return found
 
-    def _carriers(self) -> list[int]:
-        """Add the carriers; returns the pieces that they bring."""
-        begins = _begins([len(fetch.pieces) for fetch in self._own.fetches])
-        found: list[int] = []
+    def _carriers(self) -> None:
+        """Add the carriers, and the pieces that they bring."""
+        begins = _begins([len(fetch.pieces) for fetch in self._own.fetches]).tolist()
         for carrier in self._all_carriers():
             pattern = PATTERNS[carrier.pattern] if isinstance(carrier, Exchange) else MESSAGE
             self._rows["carriers"].append((pattern, 0, len(carrier.parts)))
-            found += [int(begins[fetch]) + place for fetch, place in carrier.parts]
-        return found
+            self._rows["part"] += [(begins[fetch] + place,) for fetch, place in carrier.parts]
 
     def _sum(self, number: int, own: Reduction) -> None:
         tensor = self._graph.tensors[self._op.outputs[own.output].tensor]
         size, whole = tensor.partial_itemsize, volume(own.box)
         in_place = bool(own.cells) and cells_land_in_place(own.box, own.cells)
-        row = own.operator, own.output, whole * size, whole * tensor.itemsize, bool(own.cells), in_place
-        self._rows["sums"].append((*row, len(own.tiles), len(own.devices)))
+        sizes = whole * size, whole * tensor.itemsize
+        self._rows["sums"].append((own.operator, own.output, *sizes, bool(own.cells), in_place, len(own.tiles), len(own.devices)))
+        self._rows["member"] += [(tile,) for tile in own.tiles]
         for device, cell in zip(own.devices, own.cells or [own.box] * len(own.devices), strict=True):
             others = [box for other, box in zip(own.devices, own.cells, strict=False) if other != device and volume(box)]
             lie = [lies_in_one_piece(box, own.box) for box in others]
             lying = sum(volume(box) for box, lies in zip(others, lie, strict=True) if not lies) + whole * any(lie)
             sent = sum(volume(box) for box in others)
-            row = number, device, volume(cell) * size, volume(cell) * tensor.itemsize, sent * size, lying * size
-            self._rows["sum_devices"].append((*row, len(others)))
+            sizes = volume(cell) * size, volume(cell) * tensor.itemsize
+            self._rows["sum_devices"].append((number, device, *sizes, sent * size, lying * size, len(others)))
 
 
 def region_number(tensor: str, box: Box) -> int:

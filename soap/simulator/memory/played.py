@@ -25,8 +25,8 @@ class Played(NamedTuple):
     ``waits[waits_ptr[k]:waits_ptr[k + 1]]`` and holds the resources ``held[held_ptr[k]:held_ptr[k + 1]]`` (``tasks.Task.resources``).
 
     The tasks, or NONE: by tile ``forward``, ``backward``, ``weights``, ``again`` (second run), ``need``, ``away`` and ``back`` (copies
-    to its host and back); by carrier of ``PlanArrays`` ``brought`` and ``returned``; by reduction ``summed`` and ``summed_back``. ``named``: by
-    name of a synchronization's or an update's task, its first and its last chunk.
+    to its host and back); by carrier of ``PlanArrays`` ``brought`` and ``returned``; by reduction ``summed`` and ``summed_back``.
+    ``named``: by name of a synchronization's or an update's task, its first and its last chunk.
     """
 
     kind: Longs
@@ -56,8 +56,8 @@ class Played(NamedTuple):
     named: Mapping[str, tuple[int, int]]
 
 
-PASSES = {"forward": TaskKind.FORWARD, "backward": TaskKind.BACKWARD, "weights": TaskKind.WEIGHTS, "again": TaskKind.RECOMPUTE}
-"""Fields of ``Played`` that are passes of tiles."""
+PASSES = (TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.WEIGHTS, TaskKind.RECOMPUTE)
+"""Passes of tiles, in the order of ``Played``'s fields."""
 NAMED = (TaskKind.SYNC, TaskKind.COMPRESS, TaskKind.UPDATE)
 """Kinds of tasks of synchronizations and updates."""
 
@@ -68,17 +68,15 @@ def played_of(tasks: TaskGraph, schedule: Schedule) -> Played:
     kind = np.array([KINDS[task.kind] for task in todo], np.int64)
     tile = np.array([NONE if task.tile is None else task.tile for task in todo], np.int64)
     tiles, sums, parts = len(plan.tiles), range(len(plan.reductions)), _first_parts(plan)
-    passes = {}
-    for name, which in PASSES.items():
+    passes = np.full((len(PASSES), tiles), NONE)
+    for number, which in enumerate(PASSES):
         places = np.flatnonzero((kind == KINDS[which]) & (tile != NONE))
-        passes[name] = np.full(tiles, NONE, np.int64)
-        passes[name][tile[places]] = places
-    copies = {"need": own.need, "away": own.away, "back": own.back}
+        passes[number, tile[places]] = places
     named: dict[str, tuple[int, int]] = {}
     for place in np.flatnonzero(np.isin(kind, [KINDS[which] for which in NAMED])).tolist():
         name = todo[place].name
         named[name] = named.get(name, (place,))[0], place
-    return Played(
+    fields: list[Any] = [
         kind,
         tile,
         schedule.start_ns,
@@ -87,14 +85,13 @@ def played_of(tasks: TaskGraph, schedule: Schedule) -> Played:
         _ranks([task.id for task in todo]),
         *_rows([task.predecessors for task in todo]),
         *_rows([task.resources for task in todo]),
-        **passes,
-        **{name: _by_number(places, range(tiles)) for name, places in copies.items()},
-        brought=_by_number(own.brought, parts),
-        returned=_by_number(own.returned, parts),
-        summed=_by_number(own.summed, sums),
-        summed_back=_by_number(own.summed_back, sums),
-        named=named,
-    )
+        *passes,
+        *(_by_number(places, range(tiles)) for places in (own.need, own.away, own.back)),
+        *(_by_number(places, parts) for places in (own.brought, own.returned)),
+        *(_by_number(places, sums) for places in (own.summed, own.summed_back)),
+        named,
+    ]
+    return Played(*fields)
 
 
 def _first_parts(plan: Plan) -> list[Part]:
@@ -119,5 +116,5 @@ def _rows(rows: Sequence[Sequence[int]]) -> tuple[Longs, Longs]:
 def _ranks(ids: Sequence[tuple[int, ...]]) -> Longs:
     """The place of each id among all."""
     ranks = np.empty(len(ids), np.int64)
-    ranks[sorted(range(len(ids)), key=lambda place: (ids[place], place))] = np.arange(len(ids))
+    ranks[sorted(range(len(ids)), key=ids.__getitem__)] = np.arange(len(ids))
     return ranks

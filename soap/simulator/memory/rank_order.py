@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from soap.plan.pass_order import Pass
 from soap.plan.plan import Plan
 from soap.plan.running.epilogue import LossEpilogue, closing_tensors, epilogue_of, kept_epilogue
-from soap.simulator.memory.grouped import least, most, owners, rows_of
+from soap.simulator.memory.grouped import distinct, least, most, owners, rows_of
 from soap.simulator.memory.plan_arrays import MESSAGE, PlanArrays, Tiles
 
 Longs = NDArray[np.int64]
@@ -23,8 +23,8 @@ Bools = NDArray[np.bool_]
 
 
 class Segments(NamedTuple):
-    """``number``: by tile, its segment. By segment, in the order in which they begin: ``first``, its first tile, and ``start``, the place of
-    that in the order of tiles."""
+    """``number``: by tile, its segment. By segment, in the order in which they begin: ``first``, its first tile, and ``start``, the place
+    of that tile in the order of all."""
 
     number: Longs
     first: Longs
@@ -32,8 +32,8 @@ class Segments(NamedTuple):
 
 
 class RankOrder(NamedTuple):
-    """``forward``: tiles in the order in which they run. ``active``: by tile, whether it has a backward pass. ``turns``: by segment, when it
-    runs backward. ``second_turns``: (turn, segment that runs forward a second time right before it), in their order. With micro-batches
+    """``forward``: tiles in the order in which they run. ``active``: by tile, whether it has a backward pass. ``turns``: by segment, when
+    it runs backward. ``second_turns``: (turn, segment that runs forward a second time right before it), in their order. With micro-batches
     ``Plan.order`` decides, and there are neither."""
 
     forward: Longs
@@ -128,7 +128,7 @@ class _Ordering:
         tied, summed = np.zeros(size, np.bool_), held.sum[pieces.holding]
         tied[arrays.readers.tile] = True
         tied[held.tile[pieces.holding[pieces.remote & (summed < 0)]]] = True
-        tied[arrays.sums.member[rows_of(arrays.sums.members, np.unique(summed[summed >= 0]))[1]]] = True
+        tied[arrays.sums.member[rows_of(arrays.sums.members, distinct(summed[summed >= 0]))[1]]] = True
         late = ~tied & (first < size)
         sources_late = np.lexsort((place, ~late, np.where(late, first, place)))
         last = self._of(self._epilogue.operators)[sources_late]
@@ -137,7 +137,7 @@ class _Ordering:
     def _activity(self) -> _Active:
         """``find_activity``. A tile hands a gradient to the fetches that it reads, these to tiles or sums, and sums to their tiles: of each
         of these, all that may reach it comes before it, if they are taken in falling order of tiles."""
-        arrays, graph = self._arrays, self._plan.graph
+        arrays = self._arrays
         readers, pieces, held, members = arrays.readers, arrays.pieces, arrays.holdings, arrays.sums.member
         tiles, fetches, sums = len(arrays.tiles.device), len(arrays.fetches.device), len(arrays.sums.operator)
         whose, carried = owners(arrays.sums.members), arrays.fetches.gradient[pieces.fetch]
@@ -237,27 +237,8 @@ class _Ordering:
         begun = np.full(len(segments.number), unknown)
         begun[backward] = np.arange(unknown)
         first = least(segments.number, begun, count, unknown)
-        by_rank = np.lexsort((-segments.start, first))  # segments, those that go first first
-        rank = _places(by_rank).tolist()
-        before, after = self._needs(active, segments)
-        behind = np.split(after, np.searchsorted(before, np.arange(1, before.max(initial=0) + 1)))
         nodes = count + len(self._arrays.carriers.pattern) + len(self._arrays.sums.operator)
-        waiting = np.bincount(after, minlength=nodes).tolist()
-        turns, turn = [0] * count, 0
-        ready = [rank[node] if node < count else -node for node in range(nodes) if not waiting[node]]
-        heapq.heapify(ready)
-        while ready:
-            place = heapq.heappop(ready)  # carriers and sums have no turn, and are taken at once
-            node = -place
-            if place >= 0:
-                node = int(by_rank[place])
-                turns[node], turn = turn, turn + 1
-            for other in behind[node].tolist() if node < len(behind) else ():
-                waiting[other] -= 1
-                if not waiting[other]:
-                    heapq.heappush(ready, rank[other] if other < count else -other)
-        assert turn == count, "segments wait for each other"
-        return np.array(turns, np.int64)
+        return _turns(np.lexsort((-segments.start, first)), nodes, *self._needs(active, segments))
 
     def _needs(self, active: _Active, segments: Segments) -> tuple[Longs, Longs]:
         """(nodes, nodes that need their gradients), sorted: segments, then carriers, then sums."""
@@ -274,16 +255,40 @@ class _Ordering:
         summed, member = rows_of(sums.members, own_sums := np.flatnonzero(active.sums))
         before = (to[carried], number[readers.tile[row[reads]]], nodes - len(sums.operator) + own_sums[summed])
         after = (source[carried], to[place[reads]], number[sums.member[member]])
-        pairs = np.unique(np.concatenate(before) * nodes + np.concatenate(after))
+        pairs = distinct(np.concatenate(before) * nodes + np.concatenate(after))
         one, other = pairs // nodes, pairs % nodes
         return one[one != other], other[one != other]
+
+
+def _turns(segments: Longs, nodes: int, before: Longs, after: Longs) -> Longs:
+    """By segment, its turn: the first of those that wait for nothing is next. ``segments``: which of two goes first. ``before``, ``after``:
+    pairs of nodes, segments first; the others have no turn, and are taken at once."""
+    count, rank, by_rank = len(segments), _places(segments).tolist(), segments.tolist()
+    begins, behind = np.searchsorted(before, np.arange(nodes + 1)).tolist(), after.tolist()
+    waiting = np.bincount(after, minlength=nodes).tolist()
+    ready = [rank[node] for node in range(count) if not waiting[node]]
+    heapq.heapify(ready)
+    passed = [node for node in range(count, nodes) if not waiting[node]]
+    found = list[int]()
+    while ready or passed:
+        if passed:
+            node = passed.pop()
+        else:
+            found.append(node := by_rank[heapq.heappop(ready)])
+        for other in behind[begins[node] : begins[node + 1]]:
+            waiting[other] -= 1
+            if not waiting[other] and other < count:
+                heapq.heappush(ready, rank[other])
+            elif not waiting[other]:
+                passed.append(other)
+    return _places(np.array(found, np.int64))
 
 
 def _second_turns(segments: Segments, turns: Longs, again: Bools, maker: Longs, reader: Longs) -> Longs:
     """``RunOrder.second_turns``."""
     count, number = len(turns), segments.number
-    own = np.unique(number[again])
-    pairs = np.unique(number[reader] * count + number[maker])
+    own = distinct(number[again])
+    pairs = distinct(number[reader] * count + number[maker])
     makers: dict[int, list[int]] = {}
     for one, other in zip((pairs // count).tolist(), (pairs % count).tolist(), strict=True):
         makers.setdefault(one, []).append(other)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from soap.cluster.topology import Topology
 from soap.plan.plan import Plan
-from soap.simulator.memory.grouped import owners
+from soap.simulator.memory.grouped import distinct, owners
 from soap.simulator.memory.plan_arrays import PlanArrays
 from soap.simulator.memory.played import KINDS, NONE, Played
 from soap.simulator.memory.rank_order import RankOrder, rank_order
@@ -49,12 +49,12 @@ def as_ranks_run(played: Played, plan: Plan, arrays: PlanArrays, topology: Topol
     passes = _Passes(played, arrays, order) if plan.order is None else None
     if passes is None or passes.are_kept():
         return played, order
-    from soap.simulator.replay import Replay  # imports numba
+    from soap.simulator.replay import replayed  # imports numba
 
     waits = passes.waits()
     counts = np.bincount(waits.task, minlength=len(played.tile))
     played = played._replace(waits_ptr=np.append(0, np.cumsum(counts)), waits=waits.other)
-    start, end = Replay(played, topology).play(played)
+    start, end = replayed(played, topology)
     return played._replace(start=start, end=end), order
 
 
@@ -112,7 +112,7 @@ class _Passes:
         early = again[waits.other] & (turn[waits.task] != NONE) & ((turn[waits.other] == NONE) | (turn[waits.other] > turn[waits.task]))
         if not early.any():
             return turn, within
-        ptr, found = played.waits_ptr, np.full(len(turn), NONE)
+        ptr, found, rank = played.waits_ptr, np.full(len(turn), NONE), played.rank
         passes = np.flatnonzero(turn != NONE)
         ordered = passes[np.lexsort((within[passes], turn[passes]))]
         count = 0
@@ -121,7 +121,7 @@ class _Passes:
             nonlocal count
             own = [task for task in own if found[task] == NONE]
             for task in own:
-                for other in played.waits[ptr[task] : ptr[task + 1]].tolist():
+                for other in sorted(played.waits[ptr[task] : ptr[task + 1]].tolist(), key=rank.__getitem__):
                     if again[other] and found[other] == NONE and other not in own:
                         run([other])
             found[own] = count
@@ -155,7 +155,7 @@ class _Passes:
         kept = self._kept()
         own = (Waits(self._waits.task[kept], self._waits.other[kept]), self._in_turn(), self._entered())
         count = len(self._played.tile)
-        pairs = np.unique(np.concatenate([each.task * count + each.other for each in own]))
+        pairs = distinct(np.concatenate([each.task * count + each.other for each in own]))
         return Waits(pairs // count, pairs % count)
 
     def _kept(self) -> Bools:
@@ -164,8 +164,9 @@ class _Passes:
         need, turn = self._needs()[task], self._turn[other]
         needed, within = need // 2, need % 2 == 1  # see ``_needs``
         again = self._played.kind[task] == RECOMPUTE
-        holds = np.where(turn == NONE, within | ~again, np.where(within, turn <= needed, turn < needed))
-        return (need == NO_NEED) | holds
+        holds: Bools = np.where(turn == NONE, within | ~again, np.where(within, turn <= needed, turn < needed))
+        free: Bools = need == NO_NEED
+        return holds | free
 
     def _needs(self) -> Longs:
         """By task, twice the turn of the first pass that waits for it, if it may be late; one more if it may come while that turn's passes

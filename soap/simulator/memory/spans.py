@@ -8,12 +8,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from soap.cluster.topology import Topology
 from soap.plan.plan import Plan
 from soap.simulator.memory.grouped import least, most, owners, rows_of
 from soap.simulator.memory.plan_arrays import PlanArrays, Sums
 from soap.simulator.memory.played import KINDS, NONE, Played
-from soap.simulator.memory.rank_times import as_ranks_run
+from soap.simulator.memory.rank_order import RankOrder
 from soap.simulator.memory.unread import unread_tiles
 from soap.simulator.tasks import TaskKind
 
@@ -69,9 +68,8 @@ class Spans(NamedTuple):
     ready: Mapping[str, int]
 
 
-def spans_of(played: Played, plan: Plan, arrays: PlanArrays, topology: Topology) -> Spans:
-    """When everything takes place as ranks run it. ``played``: as it was simulated, on this topology. ``arrays``: the plan's."""
-    run, order = as_ranks_run(played, plan, arrays, topology)
+def spans_of(run: Played, order: RankOrder, plan: Plan, arrays: PlanArrays) -> Spans:
+    """When everything takes place. ``run``, ``order``: the iteration as ranks run it. ``arrays``: the plan's."""
     segments, goes_back = order.segments, run.backward != NONE
     begun = least(segments.number[goes_back], run.start[run.backward[goes_back]], len(segments.first), NEVER)
     unread = np.zeros(len(plan.tiles), np.bool_)
@@ -110,8 +108,8 @@ def spans_of(played: Played, plan: Plan, arrays: PlanArrays, topology: Topology)
 
 
 def _second_runs(run: Played, segment: Longs) -> Longs:
-    """[start, end of the work, end as it was played], by tile: the second runs as the runtime takes them. When a segment's first one begins,
-    all follow."""
+    """[start, end of the work, end as it was played], by tile: the second runs as the runtime takes them. When a segment's first one
+    begins, all follow."""
     found = np.full((3, len(segment)), NEVER)
     own = np.flatnonzero(run.again != NONE)
     own = own[np.lexsort((own, run.start[run.forward[own]], segment[own]))]

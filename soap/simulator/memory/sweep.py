@@ -33,6 +33,7 @@ from soap.simulator.memory.held_parameters import HeldParameters
 from soap.simulator.memory.peaks import MemoryUse
 from soap.simulator.memory.plan_arrays import PlanArrays, plan_arrays
 from soap.simulator.memory.played import Played, played_of
+from soap.simulator.memory.rank_times import as_ranks_run
 from soap.simulator.memory.sent import left_by, send_values
 from soap.simulator.memory.spans import spans_of
 from soap.simulator.memory.values import hold_values
@@ -68,12 +69,13 @@ def peaks_by_kind(curves: Iterable[MemoryCurve], peaks: Sequence[int]) -> tuple[
 
 def swept(plan: Plan, arrays: PlanArrays, played: Played, topology: Topology, optimizer_states: int) -> ArrayLedger:
     """A ledger with all that devices hold. ``arrays``: the plan's. ``played``: its tasks, as they were simulated on this topology."""
-    spans = spans_of(played, plan, arrays, topology)
+    run, order = as_ranks_run(played, plan, arrays, topology)
+    spans = spans_of(run, order, plan, arrays)
     times, ledger = derived(arrays, spans), ArrayLedger(plan.device_count, plan.accelerators, spans.end)
     parameters = HeldParameters(plan, spans, ledger)
     parameters.always(optimizer_states)
     counted = parameters.synchronized()
-    gone = hold_values(plan, arrays, spans, times, ledger, played)
+    gone = hold_values(plan, arrays, spans, times, ledger, played._replace(start=run.start, end=run.end))
     send_values(plan, arrays, spans, times, ledger, gone)
     parameters.updated(optimizer_states)
     hold_gradients(plan, arrays, spans, times, ledger, CountedSums(*counted), left_by(plan, arrays, spans))

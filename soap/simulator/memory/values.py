@@ -11,14 +11,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import chain
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
 from soap.plan.memory_kinds import MemoryKind
 from soap.plan.plan import Plan
+from soap.plan.syncs.keeping import KeptParameter
 from soap.simulator.memory.array_ledger import ArrayLedger
 from soap.simulator.memory.derived import Derived
 from soap.simulator.memory.grouped import any_of, least, most
@@ -98,7 +99,7 @@ class _Values:
         return first, second
 
     def _kept(self) -> None:
-        """What tiles keep beside their outputs, and what products have made of those that run again but for them."""
+        """Hold all that tiles keep but their outputs, and what products have made of those that run again but for them."""
         tiles, spans = self._arrays.tiles, self._spans
         away, everything = spans.away_start != NEVER, np.arange(len(tiles.device))
         for place, start, end in self._lives(everything, self._times.left):
@@ -107,7 +108,7 @@ class _Values:
             self._hold(tiles.device[light], spans.forward_start[light], self._times.last[light], tiles.product[light], MemoryKind.KEPT)
 
     def _offloaded(self) -> None:
-        """What tiles have back from their hosts, and on CPUs, until then, the copies there."""
+        """Hold all that comes back from hosts, and on CPUs, until then, the copies there."""
         tiles, spans = self._arrays.tiles, self._spans
         own = np.flatnonzero(spans.away_start != NEVER)
         if len(own):
@@ -117,7 +118,7 @@ class _Values:
             self._hold(device, spans.away_start[own], spans.back_end[own], there, MemoryKind.KEPT, early=True, late=True)
 
     def _workspace(self) -> None:
-        """What is there while tiles run, but for those that make what nobody reads."""
+        """Hold the workspace of tiles while they run, but for those that make something that nobody reads."""
         tiles, spans = self._arrays.tiles, self._spans
         runs, again = np.flatnonzero(~spans.unread), np.flatnonzero(self._times.again)
         for own, start, end in ((runs, spans.forward_start, spans.forward_end), (again, spans.again_start, spans.again_work_end)):
@@ -144,7 +145,7 @@ class _Values:
     def _assembled(self) -> None:
         """Regions of parameters that are assembled from several shards, or from rows: one for a segment, of rows one for each tile."""
         parameters = self._arrays.parameters
-        own = np.flatnonzero(~np.isin(parameters.region, self._whole_regions()))
+        own = np.flatnonzero(~np.isin(parameters.region, _whole_regions(self._plan)))
         if not len(own):
             return
         tile, region = parameters.tile[own], parameters.region[own]
@@ -154,13 +155,6 @@ class _Values:
         used = np.where(parameters.keeps[own], self._times.last[tile], self._times.work_end[tile])
         size = np.where(compact, parameters.rows_bytes[own], parameters.bytes[own])
         self._hold_groups(group.ravel(), first, tile, used, size, MemoryKind.VALUES)
-
-    def _whole_regions(self) -> list[int]:
-        """Numbers of the regions of parameters that are there as a whole: shards, and what readers gather of parts."""
-        plan = self._plan
-        gathered = (region for sync in plan.syncs if sync.contract.owned_in_parts for region in sync.regions)
-        regions = chain(((own.parameter, own.box) for own in plan.shards), ((own.parameter, own.box) for own in gathered))
-        return [region_number(parameter, box) for parameter, box in regions]
 
     def _compact(self) -> list[int]:
         """Numbers of the parameters of which tiles have looked up rows alone."""
@@ -222,3 +216,18 @@ class _Values:
         self._ledger.send(own.device, start, self._ledger.arrived(own.device, done), whole - own.bytes, held=sent, made=True)
         received = (np.diff(self._arrays.sums.devices)[own.sum] - 1) * own.bytes
         self._hold(own.device, start, done, received, MemoryKind.BUFFERS, made=True)
+
+
+_WHOLE: WeakKeyDictionary[KeptParameter, list[int]] = WeakKeyDictionary()
+
+
+def _whole_regions(plan: Plan) -> list[int]:
+    """Numbers of the regions of parameters that are there as a whole: shards, and what readers gather of parts."""
+    found: list[int] = []
+    for kept in plan.kept:
+        if kept not in _WHOLE:
+            parts = [part for region in kept.regions for part, _ in region.parts]
+            parts += [region.box for region in kept.regions if region.sync is not None and region.sync.contract.owned_in_parts]
+            _WHOLE[kept] = [region_number(kept.parameter, box) for box in parts]
+        found += _WHOLE[kept]
+    return found

@@ -6,6 +6,8 @@ import random
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
 from soap.plan.compression.training import PLAIN, PlannedTraining
@@ -62,4 +64,7 @@ def synchronized(strategy: Strategy, graph: OperatorGraph, draw: random.Random, 
 
 def compiled_tasks(engine: Engine) -> dict[tuple[int, int], Played]:
     """What the engine makes of the strategy that it holds."""
-    return {task.key: (task.duration_ns, task.start_ns, frozenset(task.resources), task.end_ns, task.bytes) for task in engine.tasks()}
+    own = engine.taken()
+    keys, held = map(tuple, own.key.tolist()), [frozenset(part.tolist()) for part in np.split(own.held, own.held_ptr[1:-1])]
+    played = zip(own.duration_ns.tolist(), own.start_ns.tolist(), held, own.end_ns.tolist(), own.bytes.tolist(), strict=True)
+    return dict(zip(keys, played, strict=True))

@@ -85,7 +85,7 @@ def test_more_partitions_than_other_tasks_have_numbers() -> None:
     engine = Engine(graph, topology, costs)
     check(engine, costs, strategy)
     first = topology.device_count + len(topology.links)
-    on_cores = [task.resources for task in engine.tasks() if task.resources[0] >= first]
+    on_cores = [held for _, _, held, *_ in compiled_tasks(engine).values() if min(held) >= first]
     assert len(on_cores) == 390 and len(set(on_cores)) == sum(host.cpu_cores for host in topology.hosts)
 
 

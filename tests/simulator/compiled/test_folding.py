@@ -45,7 +45,7 @@ def tasks_of(outcome: FoldedSimulation) -> dict[tuple[int, int], Played]:
 @given(copied().flatmap(with_parts), st.sampled_from((PLAIN, PlannedTraining(clips=True))))
 def test_every_task(case: Case, training: PlannedTraining) -> None:
     graph, topology, strategy = case
-    folding = fold(graph, topology, strategy, training, nearly=True)
+    folding = fold(graph, topology, strategy, training)
     assume(not isinstance(folding, str))
     assert not isinstance(folding, str)
     engine, expected = folded_engine(folding, LaunchedCosts(topology)), played(folding)
@@ -64,7 +64,7 @@ def test_proposals_to_strategies_that_are_folded_alike(cases: tuple[Case, Case],
     if one.microbatches > 1:
         changed = {}
     foldings = [
-        fold(graph, topology, own, nearly=True, builders=builders)
+        fold(graph, topology, own, builders=builders)
         for own in (one, replace(other, operators={**one.operators, **changed}))
     ]
     held, proposed = foldings
@@ -83,7 +83,7 @@ def test_proposals_to_strategies_that_are_folded_alike(cases: tuple[Case, Case],
 @given(copied().flatmap(with_parts))
 def test_draws(case: Case) -> None:
     graph, topology, strategy = case
-    folding, draws = fold(graph, topology, strategy, nearly=True), Draws(ExampleSpreads(), 3)
+    folding, draws = fold(graph, topology, strategy), Draws(ExampleSpreads(), 3)
     assume(not isinstance(folding, str))
     assert not isinstance(folding, str)
     engine, expected = folded_engine(folding, LaunchedCosts(topology), draws), played(folding)

@@ -77,9 +77,7 @@ def makespan_of(tasks: dict[tuple[int, int], Played]) -> int:
     return max(end for _, _, _, end, _ in tasks.values())
 
 
-def check(
-    walk: Walk, *, afresh: bool, launched: bool = False, draws: Draws | None = None, training: PlannedTraining = PLAIN
-) -> None:
+def check(walk: Walk, *, afresh: bool, launched: bool = False, draws: Draws | None = None, training: PlannedTraining = PLAIN) -> None:
     """``afresh``: simulate every proposal with another engine as well, from the ground up; both share what engines share. ``launched``:
     devices' work is. ``draws``: of the costs; then costs are what all of them come to, and each draw is that of the reference.
     ``training``: of compressed parameters."""

@@ -1,1 +1,1 @@
-"""Memory over simulated time in plain Python, object by object, obviously right: the oracle of the sweep (``soap.simulator.memory.sweep``)."""
+"""Memory over simulated time in plain Python, object by object: the oracle of ``soap.simulator.memory.sweep``."""

@@ -71,7 +71,7 @@ class _Passes:
         """Add passes that run together, and before them second runs that have no place in the order: of the loss's epilogue."""
         own = tuple(place for place in passes if place not in self._turn)
         for place in own:
-            for other in self._tasks[place].predecessors:
+            for other in sorted(self._tasks[place].predecessors, key=lambda other: self._tasks[other].id):
                 again = self._tasks[other]
                 if again.kind is TaskKind.RECOMPUTE and again.tile is not None and other not in own and other not in self._turn:
                     self._run(TaskKind.RECOMPUTE, (other,))
