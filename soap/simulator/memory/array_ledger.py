@@ -26,7 +26,7 @@ from soap.simulator.memory.curves import (
     peaks_of,
 )
 from soap.simulator.memory.grouped import least, most
-from soap.simulator.memory.transit import SENT_BYTES, SENT_TENSORS
+from soap.simulator.memory.transit import NO_STAY, SENT_BYTES, SENT_TENSORS
 
 Longs = NDArray[np.int64]
 Flags = bool | NDArray[np.bool_]
@@ -79,7 +79,8 @@ class ArrayLedger:
         self, device: Any, start_ns: Any, answer_ns: Any, size: Any, *, held: Any = None, copied: Flags = False, made: Flags = False
     ) -> Longs:
         """Devices send ``size`` bytes, and keep them until ``answer_ns`` or until later sends push them out. ``held``: bytes that they have
-        packed for that; all by default. ``copied``, ``made``: see ``transit.Send``. Returns the sends' numbers, for ``stay``."""
+        packed for that; all by default. ``copied``: packed first, beside what it is made of. ``made``: packed of something that has been
+        made for that. Returns the sends' numbers, for ``stay``."""
         own = np.broadcast_arrays(*(np.atleast_1d(np.asarray(one, np.int64)) for one in (device, start_ns, answer_ns, size)))
         held = own[3] if held is None else held
         rows = np.stack([*own, *(np.broadcast_to(np.asarray(one, np.int64), own[0].shape) for one in (held, copied, made))])
@@ -90,7 +91,7 @@ class ArrayLedger:
 
     def stay(self, send: Any, of: Any, since_ns: Any, size: Any, copy_bytes: Any = 0) -> None:
         """What is sent lies in memory ``of`` this number, which stays for that once its readers have let it go, at ``since_ns``; it is
-        there once, however many parts of it are sent. ``copy_bytes``: of what may be a copy until then (``transit.Stay``)."""
+        there once, however many parts of it are sent. ``copy_bytes``: of what may be a copy until then."""
         own = (np.atleast_1d(np.asarray(one, np.int64)) for one in (send, of, since_ns, size, copy_bytes))
         self._stays.append(np.stack(np.broadcast_arrays(*own)))
 
@@ -128,7 +129,7 @@ class ArrayLedger:
         device, start, answer, size, held, copied, made = np.concatenate(self._sends, axis=1)
         count, stays = len(device), np.concatenate([np.zeros((5, 0), np.int64), *self._stays], axis=1)
         self._sends, self._stays, self._sent_count = [], [], 0
-        lies = least(stays[0], stays[1], count, 0)
+        lies = least(stays[0], stays[1], count, NO_STAY)
         end = _until_free(np.stack([device, start, answer, size]), np.lexsort((lies, made, copied, held, size, answer, start, device)))
         later = end > start
         own, flags = (device[later], start[later], end[later], held[later]), {"early": copied[later] == 1, "made": made[later] == 1}
@@ -171,7 +172,8 @@ class ArrayLedger:
 
 def _until_free(moving: Longs, order: Longs, limit: int | None = None) -> Longs:
     """When each of these moves is free: at its answer, or when later ones of its device push it out. ``moving``: by move its device, start,
-    answer and bytes; ``order``: places by device, then by start. ``limit``: tensors at a time. See ``transit.until_free``."""
+    answer and bytes; ``order``: places by device, then by start. ``limit``: tensors at a time. The rule is that of
+    ``Communicator.keep``, except that a send that has been answered leaves at once."""
     end: Longs = moving[2].copy()
     limit = SENT_TENSORS if limit is None else limit
     crowded = np.isin(moving[0][order], _crowded(moving[:, order], limit))

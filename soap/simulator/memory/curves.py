@@ -15,13 +15,10 @@ from soap.plan.memory_kinds import MemoryKind
 Longs = NDArray[np.int64]
 
 ENDS, LEAVES, FREED, EARLY, LATE, MADE, OVER, BEGINS = range(8)
-"""The order of changes at the same time: those with odd numbers begin."""
+"""The order of changes at the same time. Of those with one order, what frees bytes comes before what takes some."""
 
 SPARED = (MemoryKind.GRADIENTS, MemoryKind.KEPT, MemoryKind.BUFFERS, MemoryKind.VALUES, MemoryKind.BATCH, MemoryKind.STATES)
 """The kinds of memory of which backward passes hold less than is counted, in this order."""
-
-LATER = (MemoryKind.BATCH, MemoryKind.VALUES, MemoryKind.GRADIENTS)
-"""Kinds that change, of those with one order, after workspace below 0 does; others change before that."""
 
 PLACES = {kind: place for place, kind in enumerate(MemoryKind)}
 
@@ -85,15 +82,9 @@ def curves_of(changes: Longs, devices: int) -> tuple[MemoryCurve, ...]:
 
 def _in_order(changes: Longs) -> Longs:
     """Places of the changes by device, time and order."""
-    device, time, order, sizes, kinds = changes
+    device, time, order, sizes, _ = changes
     place = (device * (time.max(initial=0) + 1) + time) * (BEGINS + 1) + order
-    return np.argsort(3 * place + turns(order, sizes, kinds))
-
-
-def turns(order: Longs, sizes: Longs, kinds: Longs) -> Longs:
-    """0 to 2, in which turn changes with one order take place."""
-    below = (sizes < 0) == (order % 2 == 1)
-    return np.where(below, 1, 2 * np.isin(kinds, [PLACES[kind] for kind in LATER]))
+    return np.argsort(2 * place + (sizes > 0))
 
 
 def settled(held: Mapping[MemoryKind, Any]) -> dict[MemoryKind, Any]:

@@ -131,15 +131,15 @@ class HeldParameters:
     def always(self, optimizer_states: int) -> None:
         """Parameters, optimizer states, gradients that stay, and what of the batch the device is given."""
         own, end, devices = self._owned, self._spans.end, np.arange(self._plan.device_count)
-        self._ledger.hold(devices, 0, end, batch_bytes(self._plan), MemoryKind.BATCH, made=True)
+        self._ledger.hold(devices, 0, end, batch_bytes(self._plan), MemoryKind.BATCH)
         states = optimizer_states * own.updated + (own.tensors * COUNT_BYTES if optimizer_states > 1 else 0)
         held = {MemoryKind.BUFFERS: own.copies, MemoryKind.VALUES: own.values, MemoryKind.STATES: states}
         for kind, sizes in (held | {MemoryKind.GRADIENTS: own.gradients}).items():
-            self._ledger.hold(devices, 0, end, total(own.device, sizes, len(devices)), kind, made=True)
+            self._ledger.hold(devices, 0, end, total(own.device, sizes, len(devices)), kind)
         alone = self._holds.where(self._holds.used == FIRST_GRADIENT)
         back = self._goes_back[self._tile]
         begun = least(self._group[back], self._weighed()[0][self._tile[back]], self._groups, end)
-        self._ledger.hold(alone.device, begun[alone.group], end, alone.size, MemoryKind.GRADIENTS, made=True)
+        self._ledger.hold(alone.device, begun[alone.group], end, alone.size, MemoryKind.GRADIENTS)
 
     def updated(self, optimizer_states: int) -> None:
         """What the optimizer takes for its step, which begins when all gradients are there, those of partitions included. On CPUs the
@@ -190,7 +190,7 @@ class HeldParameters:
         if (own.with_uses == 1).any():
             last = most(self._group, self._last()[self._tile], self._groups, 0)
             done = np.where(own.with_uses == 1, np.maximum(done, last[own.group]), done)
-        self._ledger.hold(own.device, begun, done, own.size, own.kind, made=True)
+        self._ledger.hold(own.device, begun, done, own.size, own.kind)
 
     def _use(self, own: Holds, begun: Longs) -> None:
         """What is there for passes that use it, or until the first of them has begun, or from then on to the last one."""
@@ -202,7 +202,7 @@ class HeldParameters:
         device, _, end, size, kind, freed, start = (one[throughout] for one in columns)
         self._ledger.hold(device, start, np.maximum(start, end), size, kind, early=True, freed=freed)
         device, end, _, size, kind, _, start = (one[before] for one in columns)
-        self._ledger.hold(device, start, np.maximum(start, end), size, kind, made=True, late=True)
+        self._ledger.hold(device, start, np.maximum(start, end), size, kind, late=True)
         device, start, end, size, kind, freed, _ = (one[between] for one in columns)
         self._ledger.hold(device, start, end, size, kind, early=True, freed=freed)
 

@@ -53,6 +53,10 @@ SENT_TENSORS = 64
 """At most this many bytes, in this many tensors, may be on their way out; then the runtime waits for the oldest send."""
 
 
+NO_STAY = -(2**62)
+"""In place of the least number of what is sent from where it lies (``ArrayLedger.stay``), if nothing is: of equal sends it is first."""
+
+
 def lies_in_one_piece(part: Box, box: Box) -> bool:
     """Whether a part of a region is contiguous in the memory of the region, which lies there row by row."""
     return in_one_piece(tuple((a - o, b - o) for (a, b), (o, _) in zip(part, box, strict=True)), lengths(box))

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from soap.plan.memory_kinds import MemoryKind
 from soap.plan.plan import Plan
 from soap.plan.syncs.gathering import UNDER_WAY
-from soap.simulator.memory.curves import BEGINS, EARLY, ENDS, FREED, LATE, LEAVES, MADE, OVER, PLACES, MemoryCurve, settled, turns
+from soap.simulator.memory.curves import BEGINS, EARLY, ENDS, FREED, LATE, LEAVES, MADE, OVER, PLACES, MemoryCurve, settled
 from tests.simulator.reference_memory.moving import Send, Stay, until_free
 
 
@@ -120,7 +120,7 @@ def curve_of(changes: NDArray[np.int64]) -> MemoryCurve:
     """The curve of one device: at each time the most that it holds as things are taken then, or what is left. ``changes``: rows (time in
     ns, order, bytes that are taken or, below 0, freed, place of its kind)."""
     rows = np.concatenate(([[0, ENDS, 0, 0]], changes))  # the curve begins at 0
-    rows = rows[np.lexsort((turns(*rows[:, 1:].T), rows[:, 1], rows[:, 0]))]
+    rows = rows[np.lexsort((rows[:, 2], rows[:, 1], rows[:, 0]))]
     times, _, sizes, kinds = rows.T
     level = np.cumsum(sizes)
     begins = np.flatnonzero(np.diff(times, prepend=-1))

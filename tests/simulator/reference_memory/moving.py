@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from soap.plan.departures import PASSES_UNDER_WAY, Route
 from soap.plan.plan import Fetch, Plan
-from soap.simulator.memory.transit import SENT_BYTES, SENT_TENSORS, lies_in_one_piece
+from soap.simulator.memory.transit import NO_STAY, SENT_BYTES, SENT_TENSORS, lies_in_one_piece
 
 
 class Stay(NamedTuple):
@@ -44,7 +44,7 @@ def until_free(sends: Iterable[Send], most: int | None = None) -> Iterator[tuple
     """
     queue: deque[Send] = deque()
     size, most = 0, SENT_TENSORS if most is None else most
-    for send in sorted(sends, key=lambda own: (*own[:7], min((stay.of for stay in own.stays), default=0))):
+    for send in sorted(sends, key=lambda own: (*own[:7], min((stay.of for stay in own.stays), default=NO_STAY))):
         for other in [other for other in queue if other.answer_ns <= send.start_ns]:
             queue.remove(other)
             size -= other.size

@@ -91,20 +91,20 @@ class _Values:
     def always(self, optimizer_states: int) -> None:
         """Parameters, optimizer states, gradients that stay, and what of the batch the device is given."""
         for device, batch in enumerate(peaks.batch_bytes(self.plan)):
-            self.hold(device, 0, self.spans.end_ns, batch, MemoryKind.BATCH, made=True)
+            self.hold(device, 0, self.spans.end_ns, batch, MemoryKind.BATCH)
         for device, size in enumerate(host_copies(self.plan)):
-            self.hold(device, 0, self.spans.end_ns, size, MemoryKind.BUFFERS, made=True)
+            self.hold(device, 0, self.spans.end_ns, size, MemoryKind.BUFFERS)
         alone = sums_of_one(self.plan)
         summed = (self.plan.synchronized - self.plan.dealt_out).union(idle_shards(self.plan))  # of the others methods tell
         for number, device, size, trainable in kept_shards(self.plan):
             states = optimizer_states if trainable and not is_away(self.plan, number, device) else 0
-            self.hold(device, 0, self.spans.end_ns, size, MemoryKind.VALUES, made=True)
-            self.hold(device, 0, self.spans.end_ns, states * size + (COUNT_BYTES if states > 1 else 0), MemoryKind.STATES, made=True)
+            self.hold(device, 0, self.spans.end_ns, size, MemoryKind.VALUES)
+            self.hold(device, 0, self.spans.end_ns, states * size + (COUNT_BYTES if states > 1 else 0), MemoryKind.STATES)
             if number in summed:
                 uses = self.plan.shards[number].uses
                 begins = [self.spans.weighed(tile)[0] for tile, _ in uses if tile in self.spans.backward] if number in alone else [0]
                 begun = min(begins, default=self.spans.end_ns)
-                self.hold(device, begun, self.spans.end_ns, size, MemoryKind.GRADIENTS, made=True)
+                self.hold(device, begun, self.spans.end_ns, size, MemoryKind.GRADIENTS)
 
     def synchronized(self) -> None:
         """What methods of synchronization hold (``SyncMethod.holds``): copies of what others own, and buffers."""
@@ -132,7 +132,7 @@ class _Values:
             self.ledger.receive(own.device, begun, done, own.size_bytes, few=own.queue == "few", sum_bytes=own.sum_bytes)
         else:
             last = max((self.spans.last(tile) for tile, _ in sync.uses), default=0) if own.with_uses else 0
-            self.hold(own.device, begun, max(done, last), own.size_bytes, own.kind, made=True)
+            self.hold(own.device, begun, max(done, last), own.size_bytes, own.kind)
 
     def _hold_used(self, sync: ShardSync, own: Hold, begun: int) -> None:
         """What is there for passes that use it, or until the first of them has begun, or from then on to the last one."""
@@ -142,7 +142,7 @@ class _Values:
         if own.throughout:
             self.hold(own.device, begun, max(begun, last), own.size_bytes, own.kind, early=True, freed=leaving)
         elif own.since:
-            self.hold(own.device, begun, max(begun, first), own.size_bytes, own.kind, made=True, late=True)
+            self.hold(own.device, begun, max(begun, first), own.size_bytes, own.kind, late=True)
         elif last >= first:
             self.hold(own.device, first, last, own.size_bytes, own.kind, early=True, freed=leaving)
 
