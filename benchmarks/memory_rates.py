@@ -26,7 +26,7 @@ from soap.search.recomputing import recompute_to_fit, with_recomputation
 from soap.search.space import Space, build_space
 from soap.search.starts import Start, reference_strategies
 from soap.search.tempering import FOCUS
-from soap.search.to_fit import Judge
+from soap.simulator.engine import Engine
 from soap.simulator.incremental import IncrementalSimulator
 from soap.simulator.simulate import Simulator
 from soap.strategy.config import Strategy
@@ -78,27 +78,26 @@ def prepared(simulator: Simulator, cell: str) -> tuple[Simulator, Space, Strateg
     begin = named("fsdp", graph, topology) if cell == "fsdp" else usual
     syncs = sync_choices(graph, topology, saving=True) if cell == "fsdp" else {}
     space = build_space(graph, topology.device_count, references=reference_strategies(graph, topology, [usual, begin]), syncs=syncs)
-    exact = Judge(lambda strategy: None, own.peak_share)
-    start = recompute_to_fit(graph, topology, begin, own.costs, exact).strategy if own.overflow_bytes(begin) else begin
+    start = recompute_to_fit(graph, topology, begin, own.costs, own.peak_share).strategy if own.overflow_bytes(begin) else begin
     return own, with_recomputation(space), start
 
 
-def rate(model: str, cluster: str, cell: str, proposals: int, seconds: float, exact: bool) -> Rate:
+def rate(model: str, cluster: str, cell: str, proposals: int, seconds: float) -> Rate:
     """One cell: a chain of so many proposals after as many that fill tables, or fewer if the time is over."""
     simulator = api.simulator_for(api.load(f"zoo:{model}", plan_only=True), cluster, costs="estimate")
     simulator, space, start = prepared(simulator, cell)
     evaluator = IncrementalSimulator(simulator)
     asked, spent = 0, 0.0
 
-    def fits(strategy: Strategy) -> bool:
+    def fits(strategy: Strategy, engine: Engine) -> bool:
         nonlocal asked, spent
         begin = time.process_time()
-        found = evaluator.overflow_bytes(strategy) == 0
+        found = evaluator.fits(strategy, engine)
         asked, spent = asked + 1, spent + time.process_time() - begin
         return found
 
     compiled = CompiledSpace(space, simulator.topology, simulator.costs, simulator.optimizer_states)
-    chain = CompiledChain(compiled, start, seed=1, proposals=2 * proposals, estimating=not exact)
+    chain = CompiledChain(compiled, start, seed=1, proposals=2 * proposals)
     ask = None if cell in UNLIMITED else fits
     for most in (proposals, 2 * proposals):  # variants are made and tables filled in the first half
         first, begin, asked, spent = chain.proposals, time.process_time(), 0, 0.0
@@ -116,13 +115,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--cells", nargs="+", default=CELLS, choices=CELLS)
     parser.add_argument("--proposals", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=60, help="of processor time, for each half of a cell (default %(default)s)")
-    parser.add_argument("--exact", action="store_true", help="ask about all that the bounds do not decide, as sampling chains do")
     args = parser.parse_args(argv)
     print("| net | cluster | cell | proposals/s | proposals | asked | time in answers | best, ms |\n|---|---|---|---|---|---|---|---|")
     for model in args.models:
         for cluster in args.clusters:
             for cell in args.cells:
-                own = rate(model, cluster, cell, args.proposals, args.seconds, args.exact)
+                own = rate(model, cluster, cell, args.proposals, args.seconds)
                 columns = (f"{own.per_second:,.1f}", own.proposals, own.asked, f"{own.asking:.0%}", f"{own.best_ns / 1e6:.2f}")
                 print(f"| {model} | {cluster} | {cell} | {' | '.join(map(str, columns))} |", flush=True)
     return 0

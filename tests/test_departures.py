@@ -7,12 +7,13 @@ from typing import cast
 
 import torch
 
-from soap.plan.departures import PASSES_UNDER_WAY, sending_pass, waited_for
+from soap.plan.departures import PASSES_UNDER_WAY, sending_pass
 from soap.plan.planning import build_plan
 from soap.runtime.comm.redistribute import Communicator, Pending
 from soap.runtime.step.state import Departures
 from tests.graph_builder import mlp
 from tests.micro_batches import by_hand
+from tests.simulator.reference_memory.moving import waited_for
 from tests.strategies import cluster
 
 BACK = (1, 0, True)

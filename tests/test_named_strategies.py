@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
+from math import prod
 
 import pytest
 
@@ -13,8 +14,9 @@ from soap.cli.plain_text import sync_document, sync_text
 from soap.cluster.presets import preset
 from soap.errors import StrategyError
 from soap.strategy.classical import CLASSICAL, NAMED, data_parallel, hybrid, megatron, zero1
+from soap.strategy.megatron import copied_stages
 from soap.strategy.named import ADDED, SAVING, check_name, named, saving_names, saving_starts, usual_names
-from soap.strategy.stages import devices_of_stages
+from soap.strategy.stages import chunks_of, devices_of_stages
 from soap.strategy.sync import SHARDED, SHARDED_IN_HOSTS, SHARDED_STATE, saving_memory, worded
 from soap.strategy.without_effect import MEANT, without_effect
 from tests.graph_builder import mlp, transformer
@@ -148,6 +150,23 @@ def test_megatron_in_stages_is_a_pipeline_by_1f1b() -> None:
     assert (strategy.schedule, strategy.microbatches, set(strategy.stages.values())) == ("1f1b", 4, {1})
     stages = devices_of_stages(graph, strategy)
     assert stages == (frozenset({0, 1, 4, 5}), frozenset({2, 3, 6, 7}))
+
+
+@pytest.mark.parametrize("base", ["megatron", "sequence_parallel"])
+@pytest.mark.parametrize("shape", [(2, 2, 4), (4, 2, 8), (2, 4, 8), (2, 1, 4)])
+def test_every_operator_of_a_stage_is_on_its_devices(base: str, shape: tuple[int, int, int]) -> None:
+    """Also the table, the head and the loss, of which a micro-batch has fewer samples than there are devices."""
+    graph, topology, (tensor, stages, count) = transformer(batch=16, layers=4), cluster([4, 4]), shape
+    strategy = named(f"{base}:{tensor}x{stages}+recompute+microbatches:{count}", graph, topology)
+    strategy.validate(graph, topology.device_count)
+    homes = copied_stages(topology, tensor=tensor, pipeline=stages)
+    for op, chunk in zip(graph.operators, chunks_of(graph, strategy.stages), strict=True):
+        assert {*strategy.operators[op.name].devices} == {*homes[chunk]}, op.name
+    split = {op.name: prod(strategy.operators[op.name].degrees) for op in graph.operators}
+    norms = [split[f"{layer}.norm2"] for layer in range(4)]
+    copies = 8 // (tensor * stages)
+    assert norms == [copies * (tensor if base == "sequence_parallel" else 1)] * 4
+    assert split["0.fc1"] == split["0.fc2"] == copies * tensor
 
 
 @pytest.mark.parametrize("name", ["megatron:2x", "megatron:x2", "megatron:2x2x2", "megatron:2x0"])

@@ -267,12 +267,12 @@ class _Ways:
             return []
         self._tried.append(name)
 
-        def lacks(strategy: Strategy) -> bool:
+        def share(strategy: Strategy) -> float:
             in_time = not self._spent(1, 2 * self._expected_s(strategy))  # the last one is played in any case
-            return in_time and evaluator.peak_share(strategy) > 1
+            return evaluator.peak_share(strategy) if in_time else 0
 
         own = self._simulator
-        made = recompute_to_fit(own.graph, own.topology, base.strategy, own.costs, lacks)
+        made = recompute_to_fit(own.graph, own.topology, base.strategy, own.costs, share)
         return [replace(_way(own, name, made.strategy), budgeted=made, base=base.name)]
 
     def _in_parts(self, played: Sequence[Way]) -> list[Way]:

@@ -190,16 +190,17 @@ def _same(report: Mapping[str, Any], name: str) -> str:
 def _times(report: Mapping[str, Any], name: str) -> str:
     predicted_ns = report["predicted_ns"]
     rows = [("", "predicted", "speed-up over it"), (name, milliseconds(predicted_ns), "" if report["fits"] else "does not fit into memory")]
+    left_out = [baseline for baseline, cost in report["baselines"].items() if cost["predicted_ns"] is None]
     for baseline, cost in report["baselines"].items():
         if cost["predicted_ns"] is None:
-            rows.append((baseline, "-", "not simulated: too many tiles, and no equal copies"))
             continue
         lacking = cost["overflow_bytes"]
         lacks = f" (does not fit: {format_bytes(lacking)} missing)" if lacking else ""
         rows.append((baseline, milliseconds(cost["predicted_ns"]), speed_up(cost["predicted_ns"], predicted_ns) + lacks))
     numbers = aligned(row[:2] for row in rows).splitlines()
     lines = [f"{line}  {row[2]}".rstrip() for line, row in zip(numbers, rows, strict=True)]
-    return "\n".join([*lines, f"  {name}: {certainty.text(report['range'])}"])
+    asked = f"  not simulated, as each takes seconds or more: {', '.join(left_out)} (soap-simulate --builtin NAME; what fits: --fits)"
+    return "\n".join([*lines, *([asked] if left_out else []), f"  {name}: {certainty.text(report['range'])}"])
 
 
 def _resources(report: Mapping[str, Any]) -> str:

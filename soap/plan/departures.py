@@ -8,8 +8,6 @@ for a message at a place of the order that all share, which does not depend on w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-
 from soap.plan.plan import Message, Plan
 
 PASSES_UNDER_WAY = 2
@@ -30,17 +28,3 @@ def sending_pass(plan: Plan, message: Message, *, gradient: bool) -> tuple[Route
         return (message.target, message.source, True), max(plan.rank(plan.tiles[tile], "B") for tile in tiles)
     maker = plan.holdings[plan.fetches[fetch].pieces[place].holding].tile
     return (message.source, message.target, False), plan.rank(plan.tiles[maker], "F")
-
-
-def waited_for(sends: Iterable[tuple[Route, int, int]]) -> Mapping[tuple[Route, int], int]:
-    """(route, pass) -> when its sender waits for what that pass has sent; those for which it never waits are missing. ``sends``: (route,
-    pass, when it starts)."""
-    begun: dict[Route, dict[int, int]] = {}
-    for route, own, start in sends:
-        starts = begun.setdefault(route, {})
-        starts[own] = min(start, starts.get(own, start))
-    found = {}
-    for route, starts in begun.items():
-        order = sorted(starts)
-        found.update({(route, own): starts[later] for own, later in zip(order, order[PASSES_UNDER_WAY:], strict=False)})
-    return found

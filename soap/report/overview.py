@@ -151,7 +151,7 @@ def _baselines(summary: Mapping[str, Any]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for name, own in sorted(summary["baselines"].items(), key=lambda pair: pair[1]["predicted_ns"] or float("inf")):
         if own["predicted_ns"] is None:
-            rows.append((name, "not simulated", "", "too many tiles, and no equal copies"))
+            rows.append((name, "not simulated", "", "too many tiles"))
             continue
         lacking = own["overflow_bytes"]
         speed = own["predicted_ns"] / max(1, summary["predicted_ns"])

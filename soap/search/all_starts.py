@@ -13,19 +13,30 @@ from soap.cluster.topology import Topology
 from soap.search.able import Able
 from soap.search.allowed_space import allowed_syncs
 from soap.search.constraints import brought_inside
+from soap.search.grid import MOST_EVALUATED, MOST_TILES, mixtures, pipelines_may_pay
 from soap.search.layer_placement import layer_placement
 from soap.search.lossy import lossy_starts, lossy_ways
 from soap.search.metropolis import Evaluator
 from soap.search.offloading import budgeted_offloading, offloading_starts, with_offloading
 from soap.search.options import SearchOptions
-from soap.search.pipelining import is_cut, is_legal, keeps_stages, pipeline_start, require_inside
+from soap.search.pipelining import PROMISING, is_cut, is_legal, keeps_stages, pipeline_start, require_inside
 from soap.search.recomputing import recompute_to_fit, recomputing_starts, with_recomputation
 from soap.search.record import Recorder
+from soap.search.rough_costs import RoughCosts
 from soap.search.shares import shifted
 from soap.search.sharing import shared_starts
 from soap.search.space import Space
-from soap.search.starts import BASELINE, INITIAL, Start, check_start, different, reference_strategies, starting_strategies
-from soap.search.to_fit import lacking_by
+from soap.search.starts import (
+    BASELINE,
+    INITIAL,
+    Start,
+    are_allowed,
+    check_start,
+    different,
+    reference_strategies,
+    starting_strategies,
+)
+from soap.simulator.simulate import tile_count
 from soap.strategy.config import Strategy
 from soap.strategy.named import (
     OFFLOAD,
@@ -109,8 +120,9 @@ def _with_more_starts(
     options: SearchOptions,
     evaluate: Callable[[str, Strategy], None],
 ) -> Space:
-    """Evaluate starts that share parameters, have layers on servers, recompute, offload or are pipelines, as far as the recorder's call
-    for them. Returns the space with what they do."""
+    """Evaluate starts that split matrices in stages, share parameters, have layers on servers, recompute, offload or are pipelines, as far
+    as the recorder's call for them. Returns the space with what they do."""
+    may_pay = _with_mixtures(space, topology, evaluator, recorder, options, evaluate)
     space = _with_sharing(space, topology, evaluator, recorder, options, evaluate)
     _with_layers_on_servers(space, topology, evaluator, options, evaluate)
     _with_uneven_shares(space, topology, evaluator, options, evaluate)
@@ -128,11 +140,45 @@ def _with_more_starts(
         for name, own in away.items():
             evaluate(name, own.strategy)
     wanted = True if options.starts is not None and PIPELINE in options.starts else options.pipelines
+    wanted = False if wanted is None and not may_pay else wanted
     pipeline = pipeline_start(space, topology, evaluator, recorder.starts, wanted=wanted, named=options.starts is not None)
     if pipeline is not None:
         evaluate(PIPELINE, pipeline)
         space = _pipelines_that_save(space, topology, evaluator, recorder, options, evaluate)
     return space
+
+
+def _with_mixtures(
+    space: Space,
+    topology: Topology,
+    evaluator: Evaluator,
+    recorder: Recorder,
+    options: SearchOptions,
+    evaluate: Callable[[str, Strategy], None],
+) -> bool:
+    """If data parallelism lacks memory and nobody names starts, evaluate the ``grid.mixtures`` that rough costs expect to be faster than
+    the best start that fits, the most promising first. Returns whether a pipeline that keeps everything may be."""
+    lacking = any(start.name == BASELINE and not start.fits for start in recorder.starts)
+    if options.starts is not None or not lacking or not hasattr(evaluator, "engine_costs"):
+        return True
+    able, left, count = cast(Able, evaluator), MOST_TILES, 0
+    rough = RoughCosts(space.graph, topology, able.engine_costs, able.shared)
+    found = mixtures(space.graph, topology, rough, able.optimizer_states, recompute=options.recompute is not False)
+
+    def at_most_ns() -> float:
+        return PROMISING * min((start.cost_ns for start in recorder.starts if start.fits), default=inf)
+
+    for own in found:
+        if own.expected_ns > at_most_ns() or (own.stages > 1 and options.pipelines is False) or count == MOST_EVALUATED:
+            continue
+        strategy = named(own.name, space.graph, topology)
+        left -= tile_count(strategy)
+        allowed = are_allowed(strategy.parameters, space.syncs) and is_legal(space, topology, strategy)
+        if not allowed or (count and left < 0) or not keeps_stages(space, strategy):
+            continue
+        evaluate(own.name, strategy)
+        count += 1
+    return pipelines_may_pay(topology, found, at_most_ns())
 
 
 def _with_layers_on_servers(
@@ -176,7 +222,8 @@ def _pipelines_that_save(
         return space
     if options.recompute is not False:
         space, name = with_recomputation(space), f"{PIPELINE}, recompute"
-        made = recompute_to_fit(graph, topology, base, cast(Able, evaluator).engine_costs, lacking_by(evaluator))
+        able = cast(Able, evaluator)
+        made = recompute_to_fit(graph, topology, base, able.engine_costs, able.peak_share)
         if is_legal(space, topology, made.strategy):
             recorder.budgeted = {**recorder.budgeted, name: made}
             evaluate(name, made.strategy)

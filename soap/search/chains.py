@@ -10,7 +10,8 @@ How the budget of proposals is spent (evaluations of starts do not count):
   relative to the cost at which the chain begins. The first chain's descent first tries reference strategies that were no starts, such as
   data parallelism on fewer devices.
 - If data parallelism does not fit, parameters may be synchronized in the ways that save memory (``sync.SAVING_MEMORY``), unless the options
-  say which ways are allowed; then mixtures that save memory are the first starts, and what certainly lacks memory is none.
+  say which ways are allowed; then mixtures that save memory are the first starts, and what certainly lacks memory is none. Tensor
+  parallelism, stages and micro-batches together (``soap.search.grid``) follow, as far as rough costs find them promising.
 - If no start fits, hosts may keep optimizer states (``soap.search.offloading``), and starts that do so are evaluated as well.
 - If still no start fits, the best one descends until something fits, for the whole budget if need be.
 - Where memory binds, that is if a start that does not fit is faster than those that do, operators may be recomputed

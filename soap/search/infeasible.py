@@ -49,6 +49,7 @@ def infeasible(graph: OperatorGraph, topology: Topology, evaluator: Evaluator, r
         else:
             rest = f": {closest.name}{rest}"
         rest += _least(topology, recorder, played, _fullest(topology, simulation)[1])
+    rest += _in_stages(topology, recorder, closest)
     ways = ["more devices or devices with more memory", "a smaller batch", "an optimizer that keeps fewer states"]
     ways += [] if saving else [f"{asked('syncs')} zero or fsdp, by which devices share states or values"]
     ways += [f"a larger {asked('budget')}", *([f"a larger {asked('memory_budget')}"] if topology.limits else [])]
@@ -65,7 +66,7 @@ def nothing_fits_yet(graph: OperatorGraph, topology: Topology, recorder: Recorde
     tried = f"{len(recorder.starts)} starts and {len(recorder.rows)} proposals"
     return InfeasibleError(
         f"the search was ended after {tried}, before a plan was found by which model {graph.name!r} fits into the memory of cluster "
-        f"{topology.name!r}: the closest, {_each(topology, best)}; expected more time, or more memory"
+        f"{topology.name!r}: the closest, {_each(topology, best)}{_in_stages(topology, recorder, best)}; expected more time, or more memory"
     )
 
 
@@ -73,6 +74,12 @@ def _each(topology: Topology, start: Start) -> str:
     """What a start lacks, in words."""
     each_bytes = -(-start.overflow_bytes // topology.device_count)
     return f"{start.name}, lacks {format_bytes(start.overflow_bytes)} in all, {format_bytes(each_bytes)} a device"
+
+
+def _in_stages(topology: Topology, recorder: Recorder, said: Start) -> str:
+    """The start in stages that lacks least, and how much, unless it is said already; nothing if there is none."""
+    found = min((start for start in recorder.starts if start.strategy.stages), key=lambda start: start.score, default=said)
+    return "" if found.strategy == said.strategy else f"; in stages, {_each(topology, found)}"
 
 
 def _least(topology: Topology, recorder: Recorder, played: Callable[[Strategy], Outcome | None], closest_bytes: int) -> str:

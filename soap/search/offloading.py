@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import cast
 
 from soap.cluster.host_links import host_link
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
 from soap.plan.tiling import made_bytes, tiles_of
+from soap.search.able import Able
 from soap.search.metropolis import Evaluator
 from soap.search.options import SearchOptions
 from soap.search.space import Marked, Space
 from soap.search.starts import Start
-from soap.search.to_fit import Budgeted, Step, bases_of, fewest, lacking_by
+from soap.search.to_fit import Budgeted, Step, bases_of, fewest
 from soap.simulator.communication.offloading import copy_ns
 from soap.simulator.memory.footprint import kept_share
 from soap.simulator.memory.peaks import away_bytes
@@ -52,7 +54,7 @@ def offloading_starts(graph: OperatorGraph, topology: Topology, starts: Iterable
     return {name: named(name, graph, topology) for name in names}
 
 
-def offload_to_fit(graph: OperatorGraph, topology: Topology, base: Strategy, lacks: Callable[[Strategy], bool]) -> Budgeted:
+def offload_to_fit(graph: OperatorGraph, topology: Topology, base: Strategy, share: Callable[[Strategy], float]) -> Budgeted:
     """``base`` with as few runs as it takes to fit that offload what they keep (``to_fit.fewest``)."""
     able = offloadable(graph)
     runs = [own for run in runs_of(graph) if (own := [name for name in run if name in able])]
@@ -60,7 +62,7 @@ def offload_to_fit(graph: OperatorGraph, topology: Topology, base: Strategy, lac
     def made(chosen: Collection[int]) -> Strategy:
         return away(graph, base, [name for number in chosen for name in runs[number]])
 
-    return fewest(_steps(graph, topology, base, runs), len(runs), made, lacks)
+    return fewest(_steps(graph, topology, base, runs), len(runs), made, share)
 
 
 def _steps(graph: OperatorGraph, topology: Topology, strategy: Strategy, runs: Sequence[Sequence[str]]) -> Iterator[Step]:
@@ -84,5 +86,5 @@ def budgeted_offloading(graph: OperatorGraph, topology: Topology, evaluator: Eva
     if not hasattr(evaluator, "engine_costs"):
         return {}
     staying = [start for start in starts if start.fits or not any(config.offload for config in start.strategy.operators.values())]
-    bases, lacks = bases_of(staying, evaluator, lambda strategy: away(graph, strategy)), lacking_by(evaluator)
-    return {f"{start.name}, {OFFLOAD_KEPT}": offload_to_fit(graph, topology, start.strategy, lacks) for start in bases}
+    bases, share = bases_of(staying, evaluator, lambda strategy: away(graph, strategy)), cast(Able, evaluator).peak_share
+    return {f"{start.name}, {OFFLOAD_KEPT}": offload_to_fit(graph, topology, start.strategy, share) for start in bases}

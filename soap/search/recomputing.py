@@ -12,10 +12,11 @@ from typing import cast
 from soap.cluster.topology import DeviceType, Topology
 from soap.model.graph import OperatorGraph
 from soap.plan.tiling import Tile, made_bytes, tiles_of
+from soap.search.able import Able
 from soap.search.metropolis import Evaluator
 from soap.search.space import Marked, Space
 from soap.search.starts import Start, are_allowed, memory_binds
-from soap.search.to_fit import Budgeted, Step, bases_of, fewest, lacking_by
+from soap.search.to_fit import Budgeted, Step, bases_of, fewest
 from soap.simulator.costs import CostModel, light_ns
 from soap.simulator.memory.footprint import kept_share, product_share
 from soap.strategy.classical import RECOMPUTED as STARTS
@@ -37,7 +38,7 @@ def with_recomputation(space: Space) -> Space:
 
 
 def recompute_to_fit(
-    graph: OperatorGraph, topology: Topology, base: Strategy, costs: CostModel, lacks: Callable[[Strategy], bool]
+    graph: OperatorGraph, topology: Topology, base: Strategy, costs: CostModel, share: Callable[[Strategy], float]
 ) -> Budgeted:
     """``base`` with as much recomputed as it takes to fit, run by run: all of a run, or all but its products (``to_fit.fewest``)."""
     levels = {extent: run_levels(graph, extent) for extent in (RECOMPUTED, LIGHT)}
@@ -48,7 +49,7 @@ def recompute_to_fit(
         chosen = (levels[extent][run] for run, extent in extents.items())
         return with_repeatable_levels(graph, base, {name: level for own in chosen for name, level in own.items()})
 
-    return fewest(steps, len(levels[RECOMPUTED]), made, lacks)
+    return fewest(steps, len(levels[RECOMPUTED]), made, share)
 
 
 def _steps(
@@ -110,9 +111,9 @@ def recomputing_starts(
         if name not in {start.name for start in starts} and are_allowed((saving := named(name, graph, topology)).parameters, space.syncs):
             found[name] = saving
     if costs is not None:
-        lacks = lacking_by(evaluator)
+        share = cast(Able, evaluator).peak_share
         for start in bases_of(starts, evaluator, lambda strategy: recomputed(graph, strategy)):
-            made = recompute_to_fit(graph, topology, start.strategy, costs, lacks)
+            made = recompute_to_fit(graph, topology, start.strategy, costs, share)
             found[f"{start.name}, recompute"] = made.strategy
             budgeted[f"{start.name}, recompute"] = made
     return found, budgeted

@@ -25,6 +25,8 @@ CHEAP_FLOPS_PER_ELEMENT = 64
 
 Norms, residual sums and activations need 1 to 20, matrix products and convolutions twice their inner size: hundreds and more.
 """
+CHEAP_FLOPS_PER_INPUT = 2
+"""Or up to so many per element that it reads: means of squares, of which norms make one number for each token."""
 
 
 def megatron(graph: OperatorGraph, topology: Topology) -> Strategy:
@@ -42,9 +44,12 @@ def sequence_parallel(graph: OperatorGraph, topology: Topology, tensor: int | No
     return _everywhere(graph, topology, scatters=True).place(tensor or tensor_parallel_width(topology))
 
 
-def hybrid(graph: OperatorGraph, topology: Topology, *, tensor: int, pipeline: int = 1) -> Strategy:
+def hybrid(
+    graph: OperatorGraph, topology: Topology, *, tensor: int, pipeline: int = 1, microbatches: int = 1, scatters: bool = False
+) -> Strategy:
     """``megatron`` with groups of ``tensor`` neighbouring devices, and with the operators in ``pipeline`` stages of about equal work, each
     on a group of its own (Narayanan et al. 2021). So each copy of the model takes ``tensor * pipeline`` neighbouring devices.
+    ``microbatches``, ``scatters``: as in ``staged``.
 
     StrategyError if the number of devices is not a multiple of that, or there are more stages than operators.
     """
@@ -54,12 +59,15 @@ def hybrid(graph: OperatorGraph, topology: Topology, *, tensor: int, pipeline: i
         first = blocks[min(chain.factors)]
         for i in chain.factors:
             blocks[i] = first
-    return staged(graph, topology, blocks, copied_stages(topology, tensor=tensor, pipeline=pipeline), tensor=tensor)
+    groups = copied_stages(topology, tensor=tensor, pipeline=pipeline)
+    return staged(graph, topology, blocks, groups, tensor=tensor, microbatches=microbatches, scatters=scatters)
 
 
-def three_dimensional(graph: OperatorGraph, topology: Topology, *, tensor: int, pipeline: int, microbatches: int = 1) -> Strategy:
+def three_dimensional(
+    graph: OperatorGraph, topology: Topology, *, tensor: int, pipeline: int, microbatches: int = 1, scatters: bool = False
+) -> Strategy:
     """``hybrid`` as a pipeline that micro-batches pass by 1F1B: what an operator reads is in its own stage or in one before it.
-    ``microbatches``: as in ``staged``. StrategyError as from ``hybrid``."""
+    ``microbatches``, ``scatters``: as in ``staged``. StrategyError as from ``hybrid``."""
     _require_groups(graph, topology, tensor, pipeline)
     blocks, chains, before = balanced_blocks(operator_work(graph), pipeline), find_chains(graph), list[int]()
     while blocks != before:
@@ -74,7 +82,7 @@ def three_dimensional(graph: OperatorGraph, topology: Topology, *, tensor: int, 
                     maker = graph.producers[operand.tensor][0]
                     blocks[maker] = min(blocks[maker], blocks[i])
     groups = copied_stages(topology, tensor=tensor, pipeline=pipeline)
-    strategy = staged(graph, topology, blocks, groups, tensor=tensor, microbatches=microbatches)
+    strategy = staged(graph, topology, blocks, groups, tensor=tensor, microbatches=microbatches, scatters=scatters)
     return replace(strategy, stages=stages_of(graph, blocks), schedule="1f1b")
 
 
@@ -104,11 +112,13 @@ def staged(
     *,
     tensor: int = 1,
     microbatches: int = 1,
+    scatters: bool = False,
 ) -> Strategy:
     """``megatron`` in groups of ``tensor`` devices with each operator on the devices of its stage. ``blocks``: by operator, its stage; a
     chain of tensor parallelism is in one of them. ``stages``: the devices of each, a multiple of ``tensor``. ``microbatches``: what the
-    strategy will have; operators whose samples are too few for all devices of a stage are repeated on several."""
-    placement = _Placement(graph, [tuple(stages[block]) for block in blocks], topology.device_count)
+    strategy will have; operators whose samples are too few for all devices of a stage are repeated on several. ``scatters``: as
+    ``sequence_parallel`` does."""
+    placement = _Placement(graph, [tuple(stages[block]) for block in blocks], topology.device_count, scatters=scatters)
     if microbatches > 1:
         placement.repeat_few(MicroBatches(graph, microbatches))
     return placement.place(tensor)
@@ -167,7 +177,7 @@ class _Placement:
     def _repeat_between(self, width: int) -> None:
         """Repeat cheap operators on all devices of a group where they read the sums of a split part and lead to another one; or split them
         along sequences."""
-        splits = SequenceSplits(self._graph, width)
+        graph, splits = self._graph, SequenceSplits(self._graph, width)
         for i in sorted(self._gathered) if self._scatters else ():
             splits.scattered(self._graph.operators[i])
         leads: set[int] = set()
@@ -179,7 +189,8 @@ class _Placement:
             sources = {self._graph.producers[o.tensor][0] for o in op.inputs if o.tensor in self._graph.producers}
             if i in self._chosen or i not in leads or sample_factor(op) is None or not sources & self._gathered:
                 continue
-            if op.flops <= CHEAP_FLOPS_PER_ELEMENT * sum(prod(self._graph.tensors[out.tensor].shape) for out in op.outputs):
+            read, made = (sum(prod(graph.tensors[own.tensor].shape) for own in side) for side in (op.inputs, op.outputs))
+            if op.flops <= max(CHEAP_FLOPS_PER_ELEMENT * made, CHEAP_FLOPS_PER_INPUT * read):
                 factor = splits.following(op)
                 self._chosen[i] = grouped(op, self._orders[i], width, factor)
                 self._gathered.add(i)

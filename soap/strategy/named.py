@@ -27,8 +27,10 @@ from soap.strategy.sync import offloaded, shares_in_hosts
 from soap.strategy.uneven import by_speed
 
 JOIN, WIDTH, STAGES = "+", ":", "x"
-DATA_PARALLEL, MEGATRON, PIPELINE = "data_parallel", "megatron", "pipeline"
+DATA_PARALLEL, MEGATRON, SEQUENCE_PARALLEL, PIPELINE = "data_parallel", "megatron", "sequence_parallel", "pipeline"
 """``PIPELINE``: the best of the pipelines that rough costs find promising."""
+GROUPED = (MEGATRON, SEQUENCE_PARALLEL)
+"""In groups of a host's devices, or behind ``WIDTH`` of so many, and in stages of these."""
 SIMULATED = (PIPELINE, RALP)
 """What is found by simulating."""
 RECOMPUTE, SELECTIVE, OFFLOAD, OFFLOAD_KEPT = "recompute", "selective", "offload", "offload_kept"
@@ -108,9 +110,9 @@ def check_name(name: str) -> None:
     """StrategyError in one line if no strategy has this name."""
     first, *rest = name.split(JOIN)
     base, found, width = first.partition(WIDTH)
-    counts = width.split(STAGES) if base == MEGATRON else [width]
-    if found and (base not in (MEGATRON, RALP, *SERVED) or len(counts) > 2 or not all(map(_is_count, counts))):
-        groups = f"{MEGATRON}{WIDTH}N, in groups of N devices, {MEGATRON}{WIDTH}N{STAGES}P, in P stages of these"
+    counts = width.split(STAGES) if base in GROUPED else [width]
+    if found and (base not in (*GROUPED, RALP, *SERVED) or len(counts) > 2 or not all(map(_is_count, counts))):
+        groups = f"{MEGATRON}{WIDTH}N, in groups of N devices, {MEGATRON}{WIDTH}N{STAGES}P, in P stages of these, as {SEQUENCE_PARALLEL}"
         wanted = f"{groups}, {RALP}{WIDTH}N, or {_counted()}"
         raise StrategyError(f"strategy {name[:80]!r}: {first[:80]!r}; expected {wanted}")
     if base not in (*NAMED, *SIMULATED, *SERVED):
@@ -131,7 +133,7 @@ def forms() -> str:
     stale = f"{_counted()}, stale with {JOIN}{ASYNC} or {JOIN}{BOUNDED}D behind it"
     return (
         f"{', '.join((*NAMED, *SIMULATED))}; {MEGATRON}{WIDTH}N (in groups of N devices); {MEGATRON}{WIDTH}N{STAGES}P (in P "
-        f"stages of such groups, by 1F1B); {RALP}{WIDTH}N (on N devices of servers); "
+        f"stages of such groups, by 1F1B; {SEQUENCE_PARALLEL} likewise); {RALP}{WIDTH}N (on N devices of servers); "
         f"{stale}; with {JOIN}{f' or {JOIN}'.join(ADDED)} or {JOIN}{MICRO_BATCHES}{WIDTH}N (in N parts of the samples) behind it"
     )
 
@@ -161,12 +163,13 @@ def named(name: str, graph: OperatorGraph, topology: Topology, found_one: Strate
         strategy = found_one
     elif base in SERVED:
         strategy = SERVED[base](graph, topology, int(width) if found else None)
-    elif STAGES in width:
-        tensor, stages = map(int, width.split(STAGES))
+    elif base in GROUPED:
+        tensor, _, stages = (width or str(tensor_parallel_width(topology))).partition(STAGES)
         parts = next((int(added.partition(WIDTH)[2]) for added in rest if added.startswith(MICRO_BATCHES)), 1)
-        strategy = three_dimensional(graph, topology, tensor=tensor, pipeline=stages, microbatches=parts)
+        make, scatters = three_dimensional if stages else hybrid, base == SEQUENCE_PARALLEL
+        strategy = make(graph, topology, tensor=int(tensor), pipeline=int(stages or 1), microbatches=parts, scatters=scatters)
     else:
-        strategy = hybrid(graph, topology, tensor=int(width)) if found else NAMED[base](graph, topology)
+        strategy = NAMED[base](graph, topology)
     for added in rest:
         add = _added(added)
         strategy = replace(strategy, consistency=added) if add is None else add(graph, topology, strategy)

@@ -202,6 +202,8 @@ class _Growth:
         if matrix is None or matrix.row != read.factor or matrix.outputs > matrix.inputs:
             raise _BrokenError  # the output is wider than the input (a vocabulary's scores): gathering the input is cheaper than a sum
         self._add(reader, read.factor, row=True)
+        if self._joins:
+            self._join_sources(reader, read.factor)  # a gate's two matrices, whose product the last one reads
 
     def _align(self, position: int, written: DimMap, length: int, offset: int) -> None:
         """Check that the reader takes the whole split dimension, or one of several equal blocks of a matrix's columns."""

@@ -114,7 +114,22 @@ def test_says_why_it_was_not_folded(capsys: pytest.CaptureFixture[str], monkeypa
     assert {name: cost["predicted_ns"] is None for name, cost in told["baselines"].items()} == {
         name: name in ("one_weird_trick", *SYNCHRONIZED) for name in told["baselines"]
     }
-    assert "not simulated: too many tiles, and no equal copies" in out
+    left_out = ", ".join(name for name, cost in told["baselines"].items() if cost["predicted_ns"] is None)
+    asked = "soap-simulate --builtin NAME; what fits: --fits"
+    assert f"  not simulated, as each takes seconds or more: {left_out} ({asked})\n" in out
+
+
+def test_large_models_are_compared_with_data_parallelism_alone(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two copies of data parallelism have 2 tiles for each operator; a pipeline and ways that fit are not looked for."""
+    monkeypatch.setattr(simulate, "MANY_TILES", 1)
+    monkeypatch.setattr(baselines, "MOST_TILES", 30)
+    monkeypatch.setattr(baselines, "MOST_FOLDED_TILES", 30)
+    monkeypatch.setattr(baselines, "best_pipeline", None)
+    monkeypatch.setattr(baselines, "fastest_that_fits", None)
+    assert main([*COMMAND, "--builtin", "fsdp", "--memory-budget", "64KiB", "--json"]) == 0
+    costs = json.loads(capsys.readouterr().out)["baselines"]
+    assert {name for name, cost in costs.items() if cost["predicted_ns"]} == {"single_device", "data_parallel", "model_parallel"}
+    assert {"pipeline", "fsdp", "megatron"} < {*costs} and costs["data_parallel"]["overflow_bytes"] > 0
 
 
 def _parts() -> tuple[OperatorGraph, Topology]:

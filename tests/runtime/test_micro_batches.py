@@ -20,7 +20,9 @@ from soap.runtime.check import CheckResult, check
 from soap.runtime.trainer import Trainer
 from soap.strategy.classical import CLASSICAL, random_strategy
 from soap.strategy.config import Strategy
+from soap.strategy.named import named
 from soap.strategy.recomputation import recomputed, repeatable
+from soap.strategy.stages import chunks_of, devices_of_stages
 from soap.strategy.sync import SHARDED_STATE
 from soap.tracing.export import export_model
 from tests.extent import often, so_many
@@ -149,3 +151,43 @@ def test_pipelines_by_hand(four: Pool, count: int) -> None:
         for optimizer in (sgd, adam):
             results = four.run(pipelined, own, optimizer)
             assert results[0].passed and results[0].tolerance == TOLERANCE, results[0].worst
+
+
+class Gated(nn.Module):
+    """Embedding, two gated layers with norms, and a head, as in Llama but for attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(24, 8), nn.Linear(8, 24, bias=False)
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({"norm": nn.RMSNorm(8), "gate": nn.Linear(8, 16), "up": nn.Linear(8, 16), "down": nn.Linear(16, 8)})
+            for _ in range(2)
+        )
+
+    def forward(self, ids: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            y = layer["norm"](x)
+            x = x + layer["down"](F.silu(layer["gate"](y)) * layer["up"](y))
+        return F.cross_entropy(self.head(x).flatten(0, 1), own.flatten())
+
+
+@pytest.mark.parametrize("base", ["megatron", "sequence_parallel"])
+@pytest.mark.parametrize("shape", often([":2x2+recompute", "+zero1", ":2x2+zero1", "+fsdp"], [":2x2+recompute"], pytest.mark.slow))
+def test_groups_and_stages_and_micro_batches_by_name(four: Pool, tmp_path: Path, base: str, shape: str) -> None:
+    """Both matrices of a gate are split like the one that reads their product: one sum a layer. All operators of a stage are on its
+    devices, and ranks train as one process."""
+    torch.manual_seed(5)
+    path = str(tmp_path / "gated.pt2")
+    export_model(Gated().train(), (torch.randint(0, 24, (8, 6)), torch.randint(0, 24, (8, 6))), path=path)
+    graph, topology = traced(path, "float64").graph, FOUR
+    name = f"{base if ':' in shape else f'{base}:2'}{shape}+microbatches:4"
+    strategy = named(name, graph, topology)
+    pairs = {op.name: zip(op.factors, strategy.operators[op.name].degrees, strict=True) for op in graph.operators}
+    split = {own: [factor.name for factor, degree in pair if degree > 1][-1:] for own, pair in pairs.items()}
+    for layer in ("layers.0", "layers.1"):
+        assert [split[f"{layer}.{own}"] for own in ("gate", "up", "down")] == [["n"], ["n"], ["k"]]
+    stages, chunks = devices_of_stages(graph, strategy), chunks_of(graph, strategy.stages)
+    assert all({*strategy.operators[op.name].devices} == stages[chunk] for op, chunk in zip(graph.operators, chunks, strict=True))
+    results = four.run(checked, path, "float64", strategy, topology)
+    assert results[0].passed and results[0].tolerance == TOLERANCE, results[0].worst

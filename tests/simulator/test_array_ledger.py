@@ -11,10 +11,11 @@ from soap.plan.plan import Plan
 from soap.simulator.lowering import build_plan
 from soap.simulator.memory.array_ledger import ArrayLedger
 from soap.simulator.memory.curves import MemoryCurve
-from soap.simulator.memory.transit import SENT_BYTES, Stay
+from soap.simulator.memory.transit import SENT_BYTES
 from tests.simulator.examples import batch_split, chain, pairwise_cluster
 from tests.simulator.memory_rows import rows_of
 from tests.simulator.reference_memory.ledger import Ledger
+from tests.simulator.reference_memory.moving import Stay
 
 END = 60
 SIZES = (1, 7, SENT_BYTES // 5, SENT_BYTES, SENT_BYTES + 1)

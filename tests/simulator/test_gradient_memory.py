@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import given
+from hypothesis import strategies as st
 
 from soap.cluster.topology import Topology
-from soap.model.graph import OperatorGraph
+from soap.model.graph import Footprint, OperatorGraph
 from soap.simulator.memory.derived import derived
 from soap.simulator.memory.gradients import CountedSums, hold_gradients
 from soap.simulator.memory.plan_arrays import region_number
@@ -43,7 +46,20 @@ def assert_held_as_tile_by_tile(tasks: TaskGraph, schedule: Schedule) -> None:
     assert rows_of(found) == rows_of(expected)
 
 
-@given(cases(servers=True, ports=True))
+@st.composite
+def with_footprints(draw: st.DrawFn) -> tuple[OperatorGraph, Topology, Strategy]:
+    """A case in which it is known of some operators what autograd keeps for them, takes as it is, and gives few numbers to."""
+    graph, topology, chosen = draw(cases(servers=True, ports=True))
+    found: dict[str, tuple[Footprint, ...]] = {}
+    for op in graph.operators:
+        places = st.sets(st.integers(0, len(op.inputs) + len(op.parameters) + len(op.outputs) - 1)).map(frozenset)
+        keeps, in_rows, spread = draw(places), draw(places), draw(places)
+        if draw(st.booleans()):
+            found[op.name] = (Footprint(32, 16, draw(st.integers(-16, 16)), keeps, in_rows=in_rows, spread=spread),)
+    return replace(graph, footprints=found), topology, chosen
+
+
+@given(with_footprints())
 def test_gradients_are_held_as_tile_by_tile(case: tuple[OperatorGraph, Topology, Strategy]) -> None:
     graph, topology, chosen = case
     assert_held_as_tile_by_tile(*played(graph, chosen, topology))

@@ -12,12 +12,12 @@ from soap.model.graph import Footprint, OperatorGraph
 from soap.plan.memory_kinds import MemoryKind
 from soap.simulator.lowering import build_plan
 from soap.simulator.memory import transit
-from soap.simulator.memory.transit import Send, Stay, until_free
 from soap.strategy.config import OpConfig
 from tests.graph_builder import GraphBuilder
 from tests.simulator.examples import chain, on, pairwise_cluster, strategy
 from tests.simulator.reference_memory.leaving import Lying, given_to_itself, lying, parcels, sent_of_sum
 from tests.simulator.reference_memory.ledger import Ledger
+from tests.simulator.reference_memory.moving import Send, Stay, until_free
 from tests.simulator.reference_memory.residency import memory_over_time
 from tests.simulator.test_residency import TWO, played
 

@@ -39,7 +39,7 @@ def check(tasks: TaskGraph) -> bool:
     ranks, order = as_ranks_run(played, plan, arrays, tasks.topology)
     check_order(order, run.order)
     assert np.array_equal(ranks.end, run.schedule.end_ns)
-    found = spans_of(played, plan, arrays, tasks.topology)
+    found = spans_of(ranks, order, plan, arrays)
     for name in Spans._fields:
         one, other = getattr(found, name), getattr(expected, name)
         if name == "named":

@@ -172,7 +172,8 @@ class ArrayLedger:
 def _until_free(moving: Longs, order: Longs, limit: int | None = None) -> Longs:
     """When each of these moves is free: at its answer, or when later ones of its device push it out. ``moving``: by move its device, start,
     answer and bytes; ``order``: places by device, then by start. ``limit``: tensors at a time. See ``transit.until_free``."""
-    limit, end = SENT_TENSORS if limit is None else limit, moving[2].copy()
+    end: Longs = moving[2].copy()
+    limit = SENT_TENSORS if limit is None else limit
     crowded = np.isin(moving[0][order], _crowded(moving[:, order], limit))
     own = order[crowded]
     for place, time in _pushed_out(own.tolist(), moving[:, own].T.tolist(), limit):

@@ -32,7 +32,7 @@ PATTERNS = {Pattern.ALL_GATHER: GATHER, Pattern.ALL_TO_ALL: SWAP, Pattern.BROADC
 
 
 class Tiles(NamedTuple):
-    """By tile. ``kept``: bytes that it keeps beside its outputs; ``product``: what its products make, ``forward``, ``backward``: what is
+    """By tile. ``kept``: bytes that it keeps without its outputs; ``product``: what its products make, ``forward``, ``backward``: what is
     there while it runs (``peaks.TileSizes``); ``away``: what it copies to its host if it offloads. ``part``: its micro-batch, or 0."""
 
     operator: Longs
@@ -46,7 +46,7 @@ class Tiles(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """What tiles make. ``place``: which of the operator's outputs. ``keeps``: whether autograd keeps it for its maker."""
+    """By output of a tile. ``place``: which of the operator's outputs. ``keeps``: whether autograd keeps it for its maker."""
 
     tile: Longs
     place: Longs
@@ -55,7 +55,7 @@ class Outputs(NamedTuple):
 
 
 class Given(NamedTuple):
-    """What tiles read of inputs and constants. ``region``: equal if it is the same region of the same tensor. ``copied``: whether it lies
+    """By input or constant that a tile reads. ``region``: equal if it is the same region of the same tensor. ``copied``: whether it lies
     in several pieces. ``keeps``: whether autograd keeps it."""
 
     tile: Longs
@@ -145,7 +145,7 @@ class Carriers(NamedTuple):
 
 class Sums(NamedTuple):
     """By reduction. ``bytes``: of the partial results; ``gradient_bytes``: of the sum's gradient. ``scattered``: whether devices get cells;
-    ``in_place``: whether these land one behind the other. Its tiles are ``member[members[s]:members[s + 1]]``; its devices have the rows
+    ``in_place``: whether these land one after the other. Its tiles are ``member[members[s]:members[s + 1]]``; its devices have the rows
     ``devices[s]:devices[s + 1]`` of ``SumDevices``."""
 
     operator: Longs
@@ -160,9 +160,9 @@ class Sums(NamedTuple):
 
 
 class SumDevices(NamedTuple):
-    """What a device gets of a reduction: ``bytes`` of partial results in its cell, or of all; ``gradient_bytes`` of the cell's gradient.
-    ``sent``: what it holds to send the others their cells as copies; ``sent_lying``: as they leave from where they lie, if the device packs
-    nothing together; ``others``: how many get something."""
+    """By device that gets something of a reduction: ``bytes`` of partial results in its cell, or of all; ``gradient_bytes`` of the cell's
+    gradient. ``sent``: what it holds to send the others their cells as copies; ``sent_lying``: as they leave from where they lie, if the
+    device packs nothing together; ``others``: how many get something."""
 
     sum: Longs
     device: Longs

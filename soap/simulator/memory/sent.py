@@ -41,7 +41,7 @@ def send_values(plan: Plan, arrays: PlanArrays, spans: Spans, times: Derived, le
     over = np.where(carriers.pattern[carrier] == MESSAGE, _told(plan, arrays, spans, times)[carrier], over)
     size, copied = total(send, own.bytes, count), total(send, np.where(stays, 0, own.bytes), count)
     numbers = ledger.send(device, start, over, size, held=copied, copied=True)
-    if plan.order is None:  # with micro-batches the bound for their order has it so (``compiled.ordered_memory``)
+    if plan.order is None:  # with micro-batches no value is counted to stay for what is sent of it; parts of one count as copies
         of = pieces.holding[own.piece[stays]]
         since = np.where(holdings.sum[of] < 0, gone.outputs[holdings.output[of]], np.append(gone.sums, NEVER)[times.holding_row[of]])
         copy_bytes = np.where(holdings.in_rows[of], 0, own.bytes[stays])
@@ -59,7 +59,7 @@ class _Parcels(NamedTuple):
 
 
 def _parcels(arrays: PlanArrays) -> _Parcels:
-    """What is sent, by carrier, source and target. Of a broadcast the first part alone, because all devices receive that one."""
+    """All that is sent, by carrier, source and target: of a broadcast the first part alone, because all devices receive that one."""
     carriers, pieces = arrays.carriers, arrays.pieces
     carrier = owners(carriers.parts)
     own = np.flatnonzero((carriers.pattern[carrier] != BROADCAST) | (np.arange(len(carrier)) == carriers.parts[carrier]))

@@ -99,7 +99,7 @@ class _Values:
         return first, second
 
     def _kept(self) -> None:
-        """What tiles keep beside their outputs, and what products have made of those that run again but for them."""
+        """Hold all that tiles keep but their outputs, and what products have made of those that run again but for them."""
         tiles, spans = self._arrays.tiles, self._spans
         away, everything = spans.away_start != NEVER, np.arange(len(tiles.device))
         for place, start, end in self._lives(everything, self._times.left):
@@ -108,7 +108,7 @@ class _Values:
             self._hold(tiles.device[light], spans.forward_start[light], self._times.last[light], tiles.product[light], MemoryKind.KEPT)
 
     def _offloaded(self) -> None:
-        """What tiles have back from their hosts, and on CPUs, until then, the copies there."""
+        """Hold all that comes back from hosts, and on CPUs, until then, the copies there."""
         tiles, spans = self._arrays.tiles, self._spans
         own = np.flatnonzero(spans.away_start != NEVER)
         if len(own):
@@ -118,7 +118,7 @@ class _Values:
             self._hold(device, spans.away_start[own], spans.back_end[own], there, MemoryKind.KEPT, early=True, late=True)
 
     def _workspace(self) -> None:
-        """What is there while tiles run, but for those that make what nobody reads."""
+        """Hold the workspace of tiles while they run, but for those that make something that nobody reads."""
         tiles, spans = self._arrays.tiles, self._spans
         runs, again = np.flatnonzero(~spans.unread), np.flatnonzero(self._times.again)
         for own, start, end in ((runs, spans.forward_start, spans.forward_end), (again, spans.again_start, spans.again_work_end)):

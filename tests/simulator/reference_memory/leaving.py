@@ -13,9 +13,10 @@ from soap.model.regions import Box, volume
 from soap.plan.delivery import box_bytes, partial_bytes
 from soap.plan.plan import Exchange, Part, Pattern, Plan, Reduction, local_pieces, reduce_name, remote_parts
 from soap.simulator.memory.footprint import shares_of
-from soap.simulator.memory.transit import Stay, lands_in_place, lies_in_one_piece, packs_together, told_parts
+from soap.simulator.memory.transit import lies_in_one_piece, told_parts
 from soap.simulator.tasks import Schedule, TaskGraph
 from tests.simulator.reference_memory.ledger import Ledger
+from tests.simulator.reference_memory.moving import Stay, lands_in_place, packs_together
 from tests.simulator.reference_memory.task_spans import TaskSpans
 
 
@@ -56,7 +57,7 @@ class Leaving:
             lies = Lying(-1, True) if len(leaving) > 1 and packs_together(self.plan, source) else lying(self.plan, parcel)
             if lies.of < 0 or (self.plan.order is not None and parcel.parts[0][1] != self.plan.holdings[lies.of].box):
                 copied += parcel.size_bytes
-            elif self.plan.order is None:  # with micro-batches the bound for their order has it so (``compiled.ordered_memory``)
+            elif self.plan.order is None:  # see ``sent``
                 held = self.plan.holdings[lies.of]
                 gone = self._gone[held.tile, held.tensor] if held.reduction is None else self._gone[held.reduction, held.device]
                 whole = box_bytes(self.plan, held.tensor, held.box)

@@ -12,7 +12,7 @@ from soap.plan.memory_kinds import MemoryKind
 from soap.plan.plan import Plan
 from soap.plan.syncs.gathering import UNDER_WAY
 from soap.simulator.memory.curves import BEGINS, EARLY, ENDS, FREED, LATE, LEAVES, MADE, OVER, PLACES, MemoryCurve, settled, turns
-from soap.simulator.memory.transit import Send, Stay, until_free
+from tests.simulator.reference_memory.moving import Send, Stay, until_free
 
 
 class Ledger:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 
 from soap.model.graph import TensorKind
-from soap.plan.departures import Route, sending_pass, waited_for
+from soap.plan.departures import Route, sending_pass
 from soap.plan.offloading import kept_from_host_name, kept_to_host_name
 from soap.plan.plan import Exchange, Fetch, Message, Part, Reduction, exchange_name, message_name, need_name, reduce_name
 from soap.plan.recomputation import dropped_holdings, find_recomputation, remade
@@ -16,6 +16,7 @@ from soap.simulator.memory.transit import is_remote
 from soap.simulator.memory.unread import unread_tiles
 from soap.simulator.tasks import TaskGraph, TaskKind
 from tests.simulator.reference_memory.as_run import AsRun
+from tests.simulator.reference_memory.moving import waited_for
 
 Span = tuple[int, int]
 """(start, end) of a task, in nanoseconds."""

@@ -1,0 +1,128 @@
+"""Starts where data parallelism lacks memory: matrices split inside hosts, stages of such groups and micro-batches through these, states
+or values in parts on the rest of the devices, and recomputation, all together ("3D" parallelism: Narayanan et al. 2021).
+
+Names are those of ``strategy.named``. Rough times put them in an order, and leave out what hardly beats the best start that fits; the first
+few are simulated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from soap.cluster.topology import Topology
+from soap.model.batch import samples_of
+from soap.model.graph import OperatorGraph
+from soap.search.pipelines import CHUNKS, PER_STAGE
+from soap.search.rough_costs import RoughCosts
+from soap.simulator.memory.footprint import kept_share
+from soap.strategy.config import Strategy
+from soap.strategy.grids import tensor_parallel_width
+from soap.strategy.megatron import hybrid
+from soap.strategy.named import MEGATRON, MICRO_BATCHES, RECOMPUTE, SEQUENCE_PARALLEL, STAGES, WIDTH, on_top
+from soap.strategy.recomputation import RECOMPUTED, STAYS, run_levels
+from soap.strategy.tensor_parallel_chains import find_chains
+
+MOST_STAGES = 8
+MOST_EVALUATED = 12
+MOST_TILES = 2**20
+"""Of all that are simulated together, but for the first one: 2^18 take 4 to 8 s of a core."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """A name, the time of a step by rough costs if all stages end together, and the bytes that a device then lacks by a rough estimate.
+    ``least_ns``: the same if as many chunks as any schedule has on each stage fill the pipeline sooner. ``again``: whether all runs are
+    recomputed."""
+
+    name: str
+    stages: int
+    again: bool
+    expected_ns: int
+    least_ns: int
+    lacking_bytes: int
+
+
+def mixtures(graph: OperatorGraph, topology: Topology, rough: RoughCosts, optimizer_states: int, *, recompute: bool) -> list[Mixture]:
+    """The grid of widths of tensor parallelism, up to ``MOST_STAGES`` stages, micro-batches and recomputation, the most promising first;
+    without data parallelism alone. ``recompute``: whether operators may run again."""
+    samples, count, found = samples_of(graph) or 1, len(topology.workers), list[Mixture]()
+    for tensor in _widths(graph, topology):
+        own = _figures(graph, hybrid(graph, topology, tensor=tensor, scatters=True), rough)
+        for stages, again in product((2**k for k in range(MOST_STAGES.bit_length())), (False, True)[: 1 + recompute]):
+            copies = count // (tensor * stages)
+            if tensor * stages == 1 or count % (tensor * stages) or stages > len(graph.operators):
+                continue
+            for parts in _parts(samples // copies, stages):
+                busy_ns = own.passes_ns + again * own.again_ns
+                filled_ns, least_ns = (busy_ns + busy_ns * (stages - 1) // (parts * chunks) for chunks in (1, max(CHUNKS)))
+                kept_bytes = (own.kept_again_bytes if again else own.kept_bytes) * min(stages, parts) // parts
+                held_bytes = own.trained_bytes * (2 * copies + optimizer_states) // (stages * copies) + kept_bytes
+                name = _name(tensor, stages, parts, copies, again=again)
+                lacking_bytes = max(0, held_bytes - min(topology.memory_limits))
+                found.append(Mixture(name, stages, again, filled_ns, least_ns, lacking_bytes))
+    return sorted(found, key=lambda one: (one.lacking_bytes, one.expected_ns))
+
+
+def pipelines_may_pay(topology: Topology, found: Sequence[Mixture], at_most_ns: float) -> bool:
+    """Whether a pipeline that recomputes nothing may fit and take at most so long, by the same rough costs. On devices of one kind those of
+    equal stages are in the grid, and others keep as much; what it is where kinds differ is not known here."""
+    if len({topology.devices[device].type for device in topology.workers}) > 1:
+        return True
+    return any(not own.again and own.stages > 1 and not own.lacking_bytes and own.least_ns <= at_most_ns for own in found)
+
+
+def _widths(graph: OperatorGraph, topology: Topology) -> list[int]:
+    """Of groups that split matrices: divisors of the devices of a host that find something to split, and 1."""
+    several = len({topology.devices[device].host for device in topology.workers}) < len(topology.workers)
+    host, chains = tensor_parallel_width(topology) if several else 1, find_chains(graph)
+    return [1, *(n for n in range(2, host + 1) if host % n == 0 and any(chain.width(graph, n) > 1 for chain in chains))]
+
+
+def _parts(most: int, stages: int) -> list[int]:
+    """Numbers of micro-batches: the most that leave each copy a sample, up to ``PER_STAGE`` for each stage, and half as many."""
+    last = 2 ** (min(most, PER_STAGE * stages).bit_length() - 1) if most else 0
+    return sorted({last // 2, last} - {0, *range(2, stages)}) if stages > 1 else [1] * (most > 0)
+
+
+def _name(tensor: int, stages: int, parts: int, copies: int, *, again: bool) -> str:
+    """Of a mixture. Values are owned in parts only where each is gathered once a pass: not in micro-batches."""
+    name = f"{SEQUENCE_PARALLEL if tensor > 1 else MEGATRON}{WIDTH}{tensor}" + f"{STAGES}{stages}" * (stages > 1)
+    for added in ("zero1" if parts > 1 else "fsdp") * (copies > 1), RECOMPUTE * again, f"{MICRO_BATCHES}{WIDTH}{parts}" * (parts > 1):
+        name = on_top(name, added) if added else name
+    return name
+
+
+@dataclass(frozen=True, slots=True)
+class _Figures:
+    """Of one device under tensor parallelism, with all samples of its group: times of passes with sums of partial results, and of second
+    runs; bytes of trained parameters, and of what operators keep if none or all runs are recomputed."""
+
+    passes_ns: int
+    again_ns: int
+    trained_bytes: int
+    kept_bytes: int
+    kept_again_bytes: int
+
+
+def _figures(graph: OperatorGraph, strategy: Strategy, rough: RoughCosts) -> _Figures:
+    levels = {name: level for own in run_levels(graph, RECOMPUTED) for name, level in own.items()}
+    known, total = dict[tuple[object, ...], tuple[int, int, int, int, int]](), [0] * 5
+    for position, op in enumerate(graph.operators):
+        config, level = strategy.operators[op.name], levels.get(op.name, STAYS)
+        key = rough.durations.same(position), config.degrees, config.replicas, level
+        if key not in known:
+            laid, table = rough.lay(position, config), rough.durations(position, config.degrees, config.shares)
+            cells = len(config.devices) // config.replicas
+            forward_ns, backward_ns = (int(table[:, way].sum(axis=-1).max()) * config.replicas // len({*config.devices}) for way in (0, 1))
+            made = sum(graph.tensors[out.tensor].bytes for out in op.outputs) // cells
+            kept = kept_share(graph, op, [(0, factor.size) for factor in op.factors]) // cells + made
+            trained = sum(graph.tensors[own.tensor].bytes for own in op.parameters if graph.tensors[own.tensor].requires_grad)
+            parted = max([1, *(config.degrees[dim.factor] for own in op.parameters for dim in own.dims if dim.factor is not None)])
+            again = level == RECOMPUTED
+            known[key] = (
+                forward_ns + backward_ns + rough.sums_ns(laid.sums), forward_ns * again, trained // parted, kept, 0 if again else made,
+            )  # fmt: skip
+        total = [a + b for a, b in zip(total, known[key], strict=True)]
+    return _Figures(*total)

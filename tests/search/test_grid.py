@@ -1,0 +1,95 @@
+"""Starts with tensor parallelism, stages, micro-batches and states in parts, where data parallelism lacks memory."""
+
+from __future__ import annotations
+
+import re
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+
+from soap.cluster.topology import Topology
+from soap.errors import InfeasibleError
+from soap.profiles.roofline import RooflineCosts
+from soap.search import all_starts, chains
+from soap.search.grid import Mixture, mixtures, pipelines_may_pay
+from soap.search.options import SearchOptions
+from soap.search.rough_costs import RoughCosts
+from soap.simulator.incremental import IncrementalSimulator
+from soap.simulator.simulate import Simulator
+from soap.strategy.named import named
+from soap.strategy.stages import devices_of_stages
+from tests.graph_builder import transformer
+from tests.strategies import CPU, GPU, cluster
+
+GRAPH, TOPOLOGY = transformer(batch=16, layers=4), cluster([4, 4], GPU)
+
+
+def grid(topology: Topology = TOPOLOGY, *, recompute: bool = True) -> dict[str, Mixture]:
+    rough = RoughCosts(GRAPH, topology, RooflineCosts(topology))
+    return {own.name: own for own in mixtures(GRAPH, topology, rough, 2, recompute=recompute)}
+
+
+def test_names_are_those_that_users_may_give() -> None:
+    """Micro-batches leave each copy a sample; values in parts only where nothing is in micro-batches; nothing in parts without copies."""
+    found = grid()
+    usual = {name: own for name, own in found.items() if not own.again}
+    assert {*usual} == {
+        "megatron:1x2+zero1+microbatches:2", "megatron:1x2+zero1+microbatches:4", "megatron:1x4+zero1+microbatches:8",
+        "megatron:1x4+zero1+microbatches:4", "megatron:1x8+microbatches:16", "megatron:1x8+microbatches:8",
+        "sequence_parallel:2+fsdp", "sequence_parallel:2x2+zero1+microbatches:8", "sequence_parallel:2x2+zero1+microbatches:4",
+        "sequence_parallel:2x4+microbatches:16", "sequence_parallel:2x4+microbatches:8",
+        "sequence_parallel:4+fsdp", "sequence_parallel:4x2+microbatches:16", "sequence_parallel:4x2+microbatches:8",
+    }  # fmt: skip
+    assert grid(recompute=False) == usual and len(found) == 2 * len(usual)
+    for name, own in found.items():
+        strategy = named(name, GRAPH, TOPOLOGY)
+        strategy.validate(GRAPH, TOPOLOGY.device_count)
+        assert len(devices_of_stages(GRAPH, strategy)) == own.stages and any(c.recompute for c in strategy.operators.values()) == own.again
+    first, more = found["megatron:1x4+zero1+microbatches:4"], found["megatron:1x4+zero1+microbatches:8"]
+    assert first.expected_ns > more.expected_ns > more.least_ns  # fewer micro-batches fill stages later
+    again = found["megatron:1x4+zero1+recompute+microbatches:4"]
+    assert again.expected_ns > first.expected_ns
+
+
+def test_what_fits_comes_first_then_what_is_fast() -> None:
+    held = sorted(own.lacking_bytes + 1 for own in grid(replace(TOPOLOGY, limits=(1,) * TOPOLOGY.device_count)).values())
+    found = [*grid(replace(TOPOLOGY, limits=(held[len(held) // 2],) * TOPOLOGY.device_count)).values()]
+    assert [(own.lacking_bytes, own.expected_ns) for own in found] == sorted((own.lacking_bytes, own.expected_ns) for own in found)
+    assert {bool(own.lacking_bytes) for own in found} == {False, True}
+    assert grid(cluster([1, 1], CPU)).keys() == {
+        f"megatron:1x2{again}+microbatches:{parts}" for again in ("", "+recompute") for parts in (8, 16)
+    }  # no host has several devices
+
+
+def test_pipelines_may_pay_where_one_that_keeps_everything_fits_and_is_fast() -> None:
+    fits = Mixture("megatron:1x2", 2, False, 100, 80, 0)
+    assert pipelines_may_pay(TOPOLOGY, [fits], 80) and not pipelines_may_pay(TOPOLOGY, [fits], 79)
+    for other in (replace(fits, again=True), replace(fits, stages=1), replace(fits, lacking_bytes=1)):
+        assert not pipelines_may_pay(TOPOLOGY, [other], 80)
+    mixed = replace(TOPOLOGY, devices=(*TOPOLOGY.devices[:-1], replace(TOPOLOGY.devices[-1], type=CPU)))
+    assert pipelines_may_pay(mixed, [], 80)  # the grid says nothing of those
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fits", [False, True])
+def test_only_what_is_expected_to_be_faster_than_what_fits_is_evaluated(fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing fits all of it is; and a pipeline that keeps everything is not looked for where none may pay."""
+    needed = max(Simulator(GRAPH, TOPOLOGY, RooflineCosts(TOPOLOGY)).run(named("data_parallel", GRAPH, TOPOLOGY)).peak_bytes)
+    topology = replace(TOPOLOGY, limits=(int(0.9 * needed) if fits else 100,) * TOPOLOGY.device_count)
+    simulator = Simulator(GRAPH, topology, RooflineCosts(topology))
+    names = "sequence_parallel:2x2+zero1+recompute+microbatches:4", "megatron:1x2+zero1+recompute+microbatches:2"
+    known = [Mixture(names[0], 2, True, 1, 1, 0), Mixture(names[1], 2, True, 2**60, 2**60, 0)]
+    monkeypatch.setattr(all_starts, "mixtures", lambda *own, **options: known)
+    asked = list[bool | None]()
+    monkeypatch.setattr(all_starts, "pipeline_start", lambda *own, wanted, named: asked.append(wanted))
+    found = list[str]()
+    evaluated = chains.evaluated
+    monkeypatch.setattr(chains, "evaluated", lambda evaluator, name, own: (found.append(name), evaluated(evaluator, name, own))[1])
+    monkeypatch.setattr(chains._Run, "everything", lambda self: None)
+    with nullcontext() if fits else pytest.raises(InfeasibleError) as refused:
+        chains.search(GRAPH, topology, IncrementalSimulator(simulator), SearchOptions(budget=1, risk=None, cores=1), polish_up_to=0)
+    if refused is not None:  # what is best of those in stages, and what that lacks
+        said = re.search(r"(?:all starts: |; in stages, )(\S+), lacks .* in all, .* a device", str(refused.value))
+        assert said is not None and said[1] in names, refused.value
+    assert [name for name in found if name in names] == [*names[: 1 if fits else 2]] and asked == [False]
