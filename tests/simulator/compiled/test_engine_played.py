@@ -91,10 +91,11 @@ def test_what_is_proposed(walk: Walk, training: PlannedTraining) -> None:
 @given(copied().flatmap(with_parts), st.sampled_from((PLAIN, PlannedTraining(clips=True))))
 def test_two_copies(case: Case, training: PlannedTraining) -> None:
     graph, topology, strategy = case
-    folding = fold(graph, topology, strategy, training, nearly=True)
+    folding = fold(graph, topology, strategy, training)
     assume(not isinstance(folding, str))
     assert not isinstance(folding, str)
     costs = LaunchedCosts(topology)
     engine = folded_engine(folding, costs)
+    engine.load(folding.copies.strategy)
     engine.simulate()
     check(engine, folding.plan, folding.topology, costs, folding.communication)
