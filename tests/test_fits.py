@@ -83,8 +83,10 @@ def test_if_nothing_fits_it_says_what_lacks_least() -> None:
     topology = tight(graph, 0.05)
     found = asked(graph, topology)
     assert not found.fits and found.ways == () and found.closest is not None
-    lacking = {name: soap.simulate(graph, topology, name, costs="estimate").overflow_bytes for name in found.tried}
+    peaks = {name: soap.simulate(graph, topology, name, costs="estimate").peak_bytes for name in found.tried}
+    lacking = {name: sum(peak - limit for peak, limit in zip(own, topology.memory_limits, strict=True)) for name, own in peaks.items()}
     assert found.closest.lacking_bytes <= found.asked.lacking_bytes and found.closest.lacking_bytes == lacking[found.closest.name]
+    assert found.closest.peak_bytes == max(peaks[found.closest.name])  # the bound for any order may be many times as much
 
 
 def test_a_budget_and_a_strategy_of_the_user_s() -> None:

@@ -67,9 +67,10 @@ class Way:
     """A strategy, how long a step with all samples takes, and the memory of the device that it fills most.
 
     ``model``: name of the model that it is for. ``micro_batches``: in how many batches the samples go through, one after the other, before
-    the update (``soap-run --accumulate``); the model then is that of a smaller batch. ``lacking_bytes``: what devices and hosts lack, added
-    up. ``by_kind``: what ``peak_bytes`` is made of (``Simulation.peak_by_kind``); they add up to it. ``budgeted``: of a way that recomputes
-    as little as fits, how near that is to the best choice; ``base``: the strategy on top of which it does so.
+    the update (``soap-run --accumulate``); the model then is that of a smaller batch. ``lacking_bytes``: what devices lack at their
+    expected peaks, and hosts, added up. ``by_kind``: what ``peak_bytes`` is made of (``Simulation.peak_by_kind``); they add up to it.
+    ``budgeted``: of a way that recomputes as little as fits, how near that is to the best choice; ``base``: the strategy on top of which it
+    does so.
     """
 
     name: str
@@ -353,13 +354,12 @@ def _way(simulator: Simulator, name: str, strategy: Strategy, micro_batches: int
     folded, topology = "" if micro_batches > 1 else simulator.run_folded(strategy, nearly=True), simulator.topology
     found = simulator.run(strategy) if isinstance(folded, str) else folded
     peaks, kinds, step_ns = list(found.peak_bytes), [dict(own) for own in found.peak_by_kind], found.makespan_ns
-    lacking = found.overflow_bytes
     if micro_batches > 1 and not isinstance(found, FoldedSimulation):
         step_ns = found.step_ns(micro_batches)
         for device, more in enumerate(kept_between(found.plan, micro_batches)):
             peaks[device] += sum(more.values())
             kinds[device] = {kind: size + more.get(kind, 0) for kind, size in kinds[device].items()}
-        lacking = overflow_bytes(peaks, topology) + lacking_on_hosts(found.host_memory, topology)
+    lacking = overflow_bytes(peaks, topology) + lacking_on_hosts(found.host_memory, topology)  # not by the bound for any order
     limits = topology.memory_limits
     fullest = max(range(len(peaks)), key=lambda device: peaks[device] / limits[device])
     on, peak = topology.devices[fullest].name, peaks[fullest]

@@ -169,7 +169,8 @@ def _with_mixtures(
         return PROMISING * min((start.cost_ns for start in recorder.starts if start.fits), default=inf)
 
     for own in found:
-        if own.expected_ns > at_most_ns() or (own.stages > 1 and options.pipelines is False) or count == MOST_EVALUATED:
+        hopeless = own.expected_ns > at_most_ns() or (own.lacking_bytes > 0 and at_most_ns() < inf)
+        if hopeless or (own.stages > 1 and options.pipelines is False) or count == MOST_EVALUATED:
             continue
         strategy = named(own.name, space.graph, topology)
         left -= tile_count(strategy)

@@ -14,9 +14,11 @@ from itertools import product
 from soap.cluster.topology import Topology
 from soap.model.batch import samples_of
 from soap.model.graph import OperatorGraph
+from soap.plan.copies import LEFT
 from soap.search.pipelines import CHUNKS, PER_STAGE
 from soap.search.rough_costs import RoughCosts
 from soap.simulator.memory.footprint import kept_share
+from soap.simulator.simulate import MOST_PLANNED_TILES
 from soap.strategy.config import Strategy
 from soap.strategy.grids import tensor_parallel_width
 from soap.strategy.megatron import hybrid
@@ -46,7 +48,8 @@ class Mixture:
 
 def mixtures(graph: OperatorGraph, topology: Topology, rough: RoughCosts, optimizer_states: int, *, recompute: bool) -> list[Mixture]:
     """The grid of widths of tensor parallelism, up to ``MOST_STAGES`` stages, micro-batches and recomputation, the most promising first;
-    without data parallelism alone. ``recompute``: whether operators may run again."""
+    without data parallelism alone. ``recompute``: whether operators may run again. More than two copies own nothing in parts where two are
+    more than ``MOST_PLANNED_TILES``: engines play such copies only if they own all (``FoldedCommunication``)."""
     samples, count, found = samples_of(graph) or 1, len(topology.workers), list[Mixture]()
     for tensor in _widths(graph, topology):
         own = _figures(graph, hybrid(graph, topology, tensor=tensor, scatters=True), rough)
@@ -58,8 +61,10 @@ def mixtures(graph: OperatorGraph, topology: Topology, rough: RoughCosts, optimi
                 busy_ns = own.passes_ns + again * own.again_ns
                 filled_ns, least_ns = (busy_ns + busy_ns * (stages - 1) // (parts * chunks) for chunks in (1, max(CHUNKS)))
                 kept_bytes = (own.kept_again_bytes if again else own.kept_bytes) * min(stages, parts) // parts
-                held_bytes = own.trained_bytes * (2 * copies + optimizer_states) // (stages * copies) + kept_bytes
-                name = _name(tensor, stages, parts, copies, again=again)
+                owned = copies > 1 and (copies <= LEFT or LEFT * len(graph.operators) * tensor * parts <= MOST_PLANNED_TILES)
+                states = optimizer_states / copies if owned else optimizer_states
+                held_bytes = round(own.trained_bytes * (2 + states)) // stages + kept_bytes
+                name = _name(tensor, stages, parts, owned=owned, again=again)
                 lacking_bytes = max(0, held_bytes - min(topology.memory_limits))
                 found.append(Mixture(name, stages, again, filled_ns, least_ns, lacking_bytes))
     return sorted(found, key=lambda one: (one.lacking_bytes, one.expected_ns))
@@ -86,10 +91,10 @@ def _parts(most: int, stages: int) -> list[int]:
     return sorted({last // 2, last} - {0, *range(2, stages)}) if stages > 1 else [1] * (most > 0)
 
 
-def _name(tensor: int, stages: int, parts: int, copies: int, *, again: bool) -> str:
+def _name(tensor: int, stages: int, parts: int, *, owned: bool, again: bool) -> str:
     """Of a mixture. Values are owned in parts only where each is gathered once a pass: not in micro-batches."""
     name = f"{SEQUENCE_PARALLEL if tensor > 1 else MEGATRON}{WIDTH}{tensor}" + f"{STAGES}{stages}" * (stages > 1)
-    for added in ("zero1" if parts > 1 else "fsdp") * (copies > 1), RECOMPUTE * again, f"{MICRO_BATCHES}{WIDTH}{parts}" * (parts > 1):
+    for added in ("zero1" if parts > 1 else "fsdp") * owned, RECOMPUTE * again, f"{MICRO_BATCHES}{WIDTH}{parts}" * (parts > 1):
         name = on_top(name, added) if added else name
     return name
 

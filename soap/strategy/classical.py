@@ -81,7 +81,7 @@ def model_parallel(graph: OperatorGraph, topology: Topology) -> Strategy:
     order = device_order(topology)
     blocks = balanced_blocks(operator_work(graph), len(order))
     configs = {op.name: uniform_config(op, {}, (order[block],)) for op, block in zip(graph.operators, blocks, strict=True)}
-    return settled(graph, Strategy(configs), len(order))
+    return settled(graph, Strategy(configs), topology.device_count)
 
 
 def one_weird_trick(graph: OperatorGraph, topology: Topology) -> Strategy:
@@ -93,7 +93,7 @@ def one_weird_trick(graph: OperatorGraph, topology: Topology) -> Strategy:
         if matrix is not None:
             width = largest_divisor(len(order), op.factors[matrix.column].size)
             chosen[i] = grouped(op, order, width, matrix.column)
-    return settled(graph, fill(graph, [order] * len(graph.operators), chosen), len(order))
+    return settled(graph, fill(graph, [order] * len(graph.operators), chosen), topology.device_count)
 
 
 CLASSICAL: Mapping[str, Callable[[OperatorGraph, Topology], Strategy]] = MappingProxyType(
