@@ -33,7 +33,7 @@ from soap.profiles.entries import COPY, RUNTIME, Entry, Timing, apart, typical
 from soap.profiles.keys import Environment, TileKey
 from soap.profiles.store import Store
 from soap.profiles.work import backward_work, forward_work
-from soap.runtime.system.malloc import keep_freed_memory
+from soap.runtime.system.process import keep_freed_memory
 from soap.strategy.classical import CLASSICAL
 
 Progress = Callable[[Wanted], None]

@@ -22,8 +22,7 @@ from soap.elastic.server_actor import Keeping, Server
 from soap.elastic.worker import InMemory, Source, Worker
 from soap.runner.config import RunnerConfig
 from soap.runtime.comm import signs
-from soap.runtime.comm.addresses import own_address
-from soap.runtime.comm.world import World
+from soap.runtime.comm.world import World, own_address
 from soap.strategy.consistency import parse
 from soap.tracing.execute import ExecutableModel
 

@@ -25,19 +25,18 @@ from soap.plan.plan import Plan
 from soap.plan.running.forward_order import ExecutionOrder
 from soap.plan.syncs.compressed import compressed_names
 from soap.runtime.alike import Alike
+from soap.runtime.checkpoint.weights import home_of, whole_buffers, whole_parameters
 from soap.runtime.comm.position import HERE
 from soap.runtime.comm.redistribute import Communicator, Traffic
-from soap.runtime.comm.whole import home_of, whole_buffers, whole_parameters
 from soap.runtime.comm.world import close_world, open_world
 from soap.runtime.inputs import Batch, BySamples, Given
 from soap.runtime.planned import Asked, Planned
+from soap.runtime.program.actions import MicroBatch
 from soap.runtime.program.fused_tiles import missing_compiler
-from soap.runtime.run_types import model_in_type, run_dtype
 from soap.runtime.sizes import BatchSizes
-from soap.runtime.step.micro_batch import MicroBatch
 from soap.runtime.step.step_end import StepEnd
 from soap.runtime.sync.look_ups import note_rows
-from soap.runtime.sync.shards import ShardStore, gather_regions
+from soap.runtime.sync.shards import ShardStore, gather_regions, model_in_type, run_dtype
 from soap.runtime.system.memory_room import MemoryRoom, room_within, stored_bytes
 from soap.runtime.trace import Event, Recorder, join_events
 from soap.runtime.training_options import DEFAULT_TRAINING, StepMetrics, TrainingKeywords, TrainingOptions

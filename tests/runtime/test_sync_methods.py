@@ -22,9 +22,9 @@ from soap.plan.plan import Plan
 from soap.plan.syncs.asking import asking_rounds
 from soap.plan.syncs.seam import method_of
 from soap.runtime.comm.redistribute import Traffic
-from soap.runtime.program.sync_schedule import sync_schedule
 from soap.runtime.step import step as steps_of_ranks
 from soap.runtime.step.early_start import SyncSchedule
+from soap.runtime.step.step import sync_schedule
 from soap.runtime.sync.seam import rank_sync
 from soap.runtime.trainer import Trainer
 from soap.simulator.lowering import build_plan

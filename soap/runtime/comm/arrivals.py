@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from soap.plan.plan import Exchange, Part, Pattern, exchange_name, message_name
-from soap.runtime.comm.assembling import cut
-from soap.runtime.comm.packing import are_adjacent
+from soap.runtime.comm.packing import are_adjacent, cut
 from soap.runtime.comm.redistribute import Pending
 from soap.runtime.step.state import StepState
 

@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from soap.model.graph import TensorKind
 from soap.model.regions import volume
 from soap.plan.division import is_divided
-from soap.runtime.comm.assembling import cut
+from soap.runtime.comm.packing import cut
 from soap.runtime.program.actions import ActionKind, part_of
 from soap.runtime.program.program import Program
 from soap.tracing.model import TileContext, TracedModel

@@ -9,7 +9,7 @@ With micro-batches (``Plan.order``) both passes take turns: ``Program.interleave
 *Segments.* Consecutive tiles of a rank form one autograd graph until something has to be received or summed for the next tile, or a
 gradient has to be received. Segments can run backward by decreasing start.
 
-In which order tiles and segments run is ``plan.running``'s. ``action_order`` decides what follows tiles and
+In which order tiles and segments run is ``plan.running``'s. ``actions`` decides what follows tiles and
 segments, ``sync_actions`` how parameters are kept in step; the rest, here, keeps these:
 
 *Invariant*: no action before the end of the backward pass waits for a number that only the epilogue reads.
@@ -54,8 +54,7 @@ from soap.plan.running.run_order import RunOrder, run_order
 from soap.plan.running.segments import Segment, answered_elsewhere, read_elsewhere
 from soap.plan.syncs.bucketing import idle_shards
 from soap.runtime.program import sync_actions
-from soap.runtime.program.action_order import BEFORE, Entry, backward_entries, forward_entries, in_order, interleaved
-from soap.runtime.program.actions import Action, ActionKind
+from soap.runtime.program.actions import BEFORE, Action, ActionKind, Entry, backward_entries, forward_entries, in_order, interleaved
 from soap.runtime.program.sync_actions import after_backward, after_update, before_forward, gather_entries, groups
 
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from soap.plan.plan import ASK_NAME, Plan
 from soap.plan.running.backward_order import Turns
 from soap.plan.syncs.gathering import gathers
-from soap.runtime.program.action_order import Entry
-from soap.runtime.program.actions import Action, ActionKind
+from soap.runtime.program.actions import Action, ActionKind, Entry
 from soap.runtime.sync.row_requests import asking_devices
 from soap.runtime.sync.seam import rank_sync
 

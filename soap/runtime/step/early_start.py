@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from soap.runtime.program.actions import ActionKind
-from soap.runtime.step.micro_batch import MicroBatch
+from soap.runtime.program.actions import ActionKind, MicroBatch
 from soap.runtime.system.memory_room import MemoryRoom
 
 Key = tuple[ActionKind, int]
@@ -23,7 +22,7 @@ Key = tuple[ActionKind, int]
 
 @dataclass(frozen=True)
 class SyncSchedule:
-    """When a rank's gradients are complete in one program (made by ``sync_schedule``).
+    """When a rank's gradients are complete in one program (made by ``step.sync_schedule``).
 
     ``contributions``: synchronization -> how many gradients segments contribute before its first exchange may start. ``follow``: segment ->
     exchanges that start right after it, in order.

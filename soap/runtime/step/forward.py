@@ -5,7 +5,7 @@ detached leaf. A value is dropped after its last reader on this rank; autograd k
 
 A recomputed segment runs twice: first without autograd, so that it keeps nothing, and again (``recompute``) right before its backward pass
 needs it, from the same leaves, with the same random numbers. It notes statistics only the first time. ``light`` tiles keep their
-outputs, and do not compute their products again (``kept_products``).
+outputs, and do not compute their products again (``KeptProducts``).
 
 What autograd keeps for an offloading tile goes to the host (``kept_on_host``).
 """
@@ -23,21 +23,22 @@ from soap.plan.departures import sending_pass
 from soap.plan.plan import ASK_NAME, message_name, recompute_name, reduce_name, remote_parts
 from soap.plan.running.activity import ValueKey
 from soap.runtime.comm.arrivals import Arrivals
-from soap.runtime.comm.assembling import assemble, cut
+from soap.runtime.comm.packing import assemble, cut
 from soap.runtime.comm.redistribute import Pending
 from soap.runtime.program.actions import ActionKind
 from soap.runtime.program.fused_tiles import Outputs, Unit
 from soap.runtime.program.prepared import Fetched, Parameter, Part, Piece, PreparedTile, PreparedTiles, Source
 from soap.runtime.step.gradients import Gradients
 from soap.runtime.step.kept_on_host import KeptOnHost
-from soap.runtime.step.kept_products import KeptProducts
 from soap.runtime.step.state import Output, StepState, leaf
 from soap.runtime.step.step_inputs import StepInputs
 from soap.runtime.sync.look_ups import Asked, LookUps, rows_for
 from soap.runtime.sync.shards import ShardStore
 from soap.simulator.tasks import TaskKind
+from soap.strategy.recomputation import has_product
 from soap.tracing.given import Awaited
 from soap.tracing.model import TileContext, TracedModel
+from soap.tracing.products import Made, first_run, second_run
 
 
 class ForwardPass:
@@ -395,3 +396,28 @@ class ForwardPass:
 
 def _cut(tensor: torch.Tensor, part: Part) -> torch.Tensor:
     return tensor if part is None else tensor[part]
+
+
+Compute = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
+"""Computes a tile from its inputs."""
+
+
+class KeptProducts:
+    """Keeps what products of ``light`` tiles make in the first runs of a micro-batch, for their second runs (``tracing.products``)."""
+
+    def __init__(self, state: StepState) -> None:
+        self._state = state
+        self._made: dict[int, Made | None] = {}
+
+    def first(self, tile: PreparedTile, inputs: Sequence[torch.Tensor], run: Compute) -> Sequence[torch.Tensor]:
+        """Run a tile, and keep of its products what its second run needs."""
+        needed = [self._state.graph.tensors[own.tensor].requires_grad for own in tile.inputs]
+        leaves = [leaf(own, takes) for own, takes in zip(inputs, needed, strict=True)]
+        with self._state.task(tile.name, TaskKind.FORWARD):
+            outputs, self._made[tile.number] = first_run(lambda: run(leaves), whole=not has_product(tile.operator))
+        return outputs
+
+    def second(self, tile: PreparedTile, inputs: Sequence[torch.Tensor], run: Compute) -> Sequence[torch.Tensor]:
+        """Run a tile again, if it has products without these."""
+        with self._state.task(recompute_name(tile.operator, tile.tile), TaskKind.RECOMPUTE):
+            return second_run(lambda: run(inputs), self._made.pop(tile.number))

@@ -16,8 +16,7 @@ from soap.plan.delivery import reduced_tensor
 from soap.plan.departures import PASSES_UNDER_WAY, Route
 from soap.plan.plan import Reduction
 from soap.plan.running.activity import ValueKey
-from soap.runtime.comm.assembling import cut
-from soap.runtime.comm.packing import land, pack, plain
+from soap.runtime.comm.packing import cut, land, pack, plain
 from soap.runtime.comm.redistribute import Communicator, Pending
 from soap.runtime.program.program import Program
 from soap.runtime.trace import Recorder

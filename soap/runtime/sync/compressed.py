@@ -21,12 +21,10 @@ from soap.plan.plan import Plan, ShardSync, sync_name
 from soap.plan.syncs.compressed import COLLECT, EXCHANGES, HAND_ON
 from soap.runtime.comm.parcels import Parcels, bytes_of, start_exchange
 from soap.runtime.comm.redistribute import Pending
-from soap.runtime.compression.joining import Joint, joined
 from soap.runtime.compression.peer import CompressedTraining, Peer
 from soap.runtime.compression.seam import State, kept_dtype
-from soap.runtime.compression.together import in_order
-from soap.runtime.program.actions import ActionKind
-from soap.runtime.step.micro_batch import MicroBatch
+from soap.runtime.compression.together import Joint, in_order, joined
+from soap.runtime.program.actions import ActionKind, MicroBatch
 from soap.runtime.sync.all_reduce import BucketedSum
 from soap.runtime.sync.roles import Roles, roles_of
 from soap.runtime.sync.seam import Gradient, SyncContext

@@ -9,7 +9,7 @@ import torch
 from soap.model.regions import Box, whole
 from soap.plan.plan import Plan
 from soap.plan.tiling import tiles_of
-from soap.runtime.comm.assembling import assemble, cut
+from soap.runtime.comm.packing import assemble, cut
 from soap.runtime.program.prepared import PreparedTile, PreparedTiles, RowsRead
 from soap.runtime.step.step_inputs import StepInputs
 from soap.runtime.sync.row_gradient import common_rows

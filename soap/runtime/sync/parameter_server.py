@@ -14,12 +14,10 @@ from typing import ClassVar
 import torch
 
 from soap.plan.plan import Plan, ShardSync
-from soap.runtime.comm.assembling import cut
-from soap.runtime.comm.packing import adjacent, are_adjacent
+from soap.runtime.comm.packing import adjacent, are_adjacent, cut
 from soap.runtime.comm.parcels import Parcels, bytes_of, start_exchange
 from soap.runtime.comm.redistribute import Pending
-from soap.runtime.program.actions import ActionKind
-from soap.runtime.step.micro_batch import MicroBatch
+from soap.runtime.program.actions import ActionKind, MicroBatch
 from soap.runtime.sync.roles import pieces_read, roles_of
 from soap.runtime.sync.seam import Gradient, RankSync, SyncContext
 from soap.runtime.trace import Watch

@@ -20,9 +20,8 @@ import torch
 from soap.plan.plan import Plan, ShardSync, sync_name
 from soap.runtime.comm.redistribute import Communicator, Pending
 from soap.runtime.compression.peer import AS_IT_IS, CompressedTraining
-from soap.runtime.program.actions import ActionKind
+from soap.runtime.program.actions import ActionKind, MicroBatch
 from soap.runtime.step.early_start import EarlyStart
-from soap.runtime.step.micro_batch import MicroBatch
 from soap.runtime.sync.row_gradient import RowGradient
 from soap.runtime.sync.row_requests import RowRequests
 from soap.runtime.sync.row_update import parallel

@@ -15,8 +15,7 @@ import torch
 
 from soap.plan.plan import ShardSync
 from soap.plan.syncs.gathering import UNDER_WAY
-from soap.runtime.program.actions import ActionKind
-from soap.runtime.step.micro_batch import MicroBatch
+from soap.runtime.program.actions import ActionKind, MicroBatch
 from soap.runtime.sync.seam import SyncContext
 from soap.runtime.sync.sharded_state import Gathering, Scattering, ShardedState
 from soap.runtime.sync.shards import keep_memory

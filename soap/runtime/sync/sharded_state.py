@@ -28,8 +28,7 @@ from soap.plan.syncs.sharing import copies_of, holders
 from soap.runtime.comm.packing import pack
 from soap.runtime.comm.parcels import all_gather_parts, exchange_pieces, reduce_scatter_parts
 from soap.runtime.comm.redistribute import Pending
-from soap.runtime.program.actions import ActionKind
-from soap.runtime.step.micro_batch import MicroBatch
+from soap.runtime.program.actions import ActionKind, MicroBatch
 from soap.runtime.sync.roles import pieces_read
 from soap.runtime.sync.seam import Gradient, RankSync, SyncContext
 from soap.runtime.sync.shards import Layout

@@ -9,20 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from soap.errors import RuntimeFailure
+from soap.model.dtypes import name_of, replaced
+from soap.model.graph import OperatorGraph
 from soap.model.regions import Box, lengths, relative, volume, whole
 from soap.plan.plan import Plan, ShardSync
 from soap.plan.syncs.even_parts import is_even
 from soap.plan.syncs.large_parts import large_regions
 from soap.plan.syncs.sharing import copies_of, holders
-from soap.runtime.comm.assembling import assemble, cut
+from soap.runtime.comm.packing import assemble, cut
 from soap.runtime.comm.redistribute import Communicator
-from soap.runtime.run_types import run_dtype
 from soap.runtime.sync.roles import pieces, pieces_read, uses_of_pieces
+from soap.tracing.model import TracedModel
 
 
 class Layout:
@@ -260,3 +262,22 @@ def gather_regions(
         elif comm.rank == owner:
             comm.send(values[number], 0, tag)
     comm.finish_sends()
+
+
+def run_dtype(graph: OperatorGraph, name: str, dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype of a graph's tensor at run time: its own, or ``dtype`` in place of a floating-point one."""
+    own: Any = getattr(torch, graph.tensors[name].dtype)
+    assert isinstance(own, torch.dtype)
+    return replaced(own, dtype)
+
+
+def model_in_type(model: TracedModel, plan: object, dtype: torch.dtype | None) -> TracedModel:
+    """The model to compute in ``dtype``: traced again if its program names other types. RuntimeFailure if the plan is for these."""
+    other = model if dtype is None else model.in_type(dtype)
+    if other is not model and isinstance(plan, Plan):
+        name = name_of(dtype)  # type: ignore[arg-type]
+        raise RuntimeFailure(
+            f"dtype {name}: the program of {model.graph.name!r} names types, and the plan is for them; expected a plan for the model of "
+            f"soap.load(..., dtype={name!r})"
+        )
+    return other

@@ -17,8 +17,7 @@ from soap.model.regions import lengths
 from soap.plan.plan import Plan, ShardSync
 from soap.runtime.comm.parcels import Parcels, bytes_of, start_exchange
 from soap.runtime.comm.redistribute import Pending
-from soap.runtime.program.actions import ActionKind
-from soap.runtime.step.micro_batch import MicroBatch
+from soap.runtime.program.actions import ActionKind, MicroBatch
 from soap.runtime.sync.roles import Roles
 from soap.runtime.sync.row_gradient import RowGradient, add_up, common_rows
 from soap.runtime.sync.row_requests import Wanted

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import torch
 
-from soap.runtime.system import malloc
+from soap.runtime.system import process
 
 LEARNED = 2
 """At so many visits of a place what is free goes back before it, so that all that is needed there shows: the first one also allocates what
@@ -50,7 +50,7 @@ class MemoryRoom:
     library (``room_within`` asks for both)."""
 
     def __init__(self, limit_bytes: int, there_bytes: int = 0) -> None:
-        malloc.give_back()
+        process.give_back()
         surprise = limit_bytes // SURPRISE
         self._most_bytes, self._trusted_bytes = held_bytes() - there_bytes + limit_bytes - surprise, max(surprise, LITTLE_BYTES)
         self._places: dict[Hashable, _Place] = {}
@@ -75,7 +75,7 @@ class MemoryRoom:
         more = place.grew_bytes if place.needs_bytes <= self._trusted_bytes else place.needs_bytes
         self._gave_back = place.visits <= LEARNED or held + more > self._most_bytes
         if self._gave_back:
-            malloc.give_back()
+            process.give_back()
             held = held_bytes()
         self._last, self._held_bytes = place, held
 
@@ -95,8 +95,8 @@ class MemoryRoom:
 def room_within(most_bytes: int, limit_bytes: int, there_bytes: int = 0) -> MemoryRoom | None:
     """For a process that may hold ``most_bytes`` and has ``limit_bytes``, ``there_bytes`` of it already: what looks after its memory; None
     if there is room for all holes, or the C library does not let us choose. From then on freed memory is kept."""
-    able = malloc.keep_freed_memory()
-    return MemoryRoom(limit_bytes, there_bytes) if able and most_bytes * malloc.HOLES > limit_bytes else None
+    able = process.keep_freed_memory()
+    return MemoryRoom(limit_bytes, there_bytes) if able and most_bytes * process.HOLES > limit_bytes else None
 
 
 def stored_bytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -16,7 +16,7 @@ from soap.errors import RuntimeFailure
 from soap.model.graph import OperatorGraph
 from soap.model.regions import Box, whole
 from soap.plan.plan import Plan, Shard
-from soap.runtime.comm.assembling import cut
+from soap.runtime.comm.packing import cut
 from soap.runtime.sync.row_gradient import RowGradient
 from soap.runtime.sync.shards import ShardStore
 from soap.runtime.updates.optimizers import Layout, Shapes

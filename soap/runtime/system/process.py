@@ -1,17 +1,22 @@
-"""What a process does with memory that it frees: it keeps it, or gives it back where it has little to spare.
-
-A training step frees what it has allocated, and the next step allocates the same again. The GNU C library returns pieces of more than 32
-MiB to the system each time, and the system has to clear the pages before it hands them out anew. A convolution with 64 MiB of outputs then
-takes 3.4 times as long, and the time varies with what else the machine does. GPUs have torch's caching allocator against that; CPUs have
-this. The price are holes between what is held: where these might not fit, ``memory_room`` decides when something goes back.
-"""
+"""This process and the system: when it ends, and whether it keeps memory that it frees."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
+
+PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> None:
+    """From now on the kernel kills this process when the thread that has started it ends. On other systems than Linux: nothing."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 """Numbers of mallopt(3)."""
@@ -23,6 +28,10 @@ OWN_SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP
 
 def keep_freed_memory(environment: Mapping[str, str] = os.environ) -> bool:
     """Make this process keep and reuse the memory that it frees. Returns whether that worked.
+
+    A step frees what it has allocated, and the next one allocates the same again. The GNU C library gives large pieces back each time,
+    which the system clears: a convolution with 64 MiB of outputs takes 3.4 times as long. Where holes between what is held might not fit,
+    ``memory_room`` decides when something goes back.
 
     It is not done with another C library than GNU's, nor if the user has settings of their own: mallopt(3)'s environment variables, or
     ``glibc.malloc`` in ``GLIBC_TUNABLES``.
