@@ -22,7 +22,7 @@ from soap.elastic.lookups import Lookups
 from soap.tracing.calls import BufferRef, Call, Program, Ref, argument, is_random, needed, results_of, walk
 from soap.tracing.execute import ExecutableModel
 from soap.tracing.model import TileContext
-from soap.tracing.rules.bags import MEAN, MODES, SUM
+from soap.tracing.rules.embedding import MEAN, MODES, SUM
 
 EMBEDDING, BAG, EQUAL_BAGS = "embedding", "embedding_bag", "equal_bags"
 

@@ -45,9 +45,8 @@ from soap.tracing.execute import ExecutableModel
 from soap.tracing.export import Judge
 from soap.tracing.model import TileContext
 from soap.tracing.naming import canonical_names
-from soap.tracing.python_state import MODES, Memory, has_values, same_bits
+from soap.tracing.python_state import MODES, Memory, has_values, same_bits, same_generators, untouched
 from soap.tracing.record import ExportRecord
-from soap.tracing.untouched import same_generators, untouched
 
 FUNCTION = "write it as a torch.library.custom_op with register_autograd, or with detach (x.detach() * (1 + s) - x * s reverses a gradient)"
 HOOK = "write what it does into forward (x.detach() * (1 - s) + x * s scales a gradient), or leave it to the optimizer and clip_norm"

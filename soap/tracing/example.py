@@ -13,8 +13,7 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from soap.errors import ModelError
-from soap.tracing.adapted import adapted
-from soap.tracing.containers import plain_arguments, plainly
+from soap.tracing.containers import adapted, plain_arguments, plainly
 from soap.tracing.loss_output import loss_position
 
 Loss = Callable[..., torch.Tensor]

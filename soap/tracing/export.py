@@ -21,17 +21,15 @@ from torch.nn.modules.module import register_module_buffer_registration_hook
 from soap.errors import ModelError, SoapWarning, first_line
 from soap.files import check_writable, write_bytes_atomically
 from soap.outputs import MODEL, check
-from soap.tracing.adapted import adapted
 from soap.tracing.assertions import passed_assertions, without_assertions
-from soap.tracing.containers import plain_arguments, plainly
+from soap.tracing.containers import adapted, plain_arguments, plainly
 from soap.tracing.imports import import_all
 from soap.tracing.loss_output import which_loss
 from soap.tracing.operators import refuse_custom_operators
-from soap.tracing.quiet import quiet_torch
+from soap.tracing.python_state import untouched
 from soap.tracing.record import NAME, ExportRecord, dumps
-from soap.tracing.torch_parts import replaced
+from soap.tracing.torch_parts import quiet_torch, replaced
 from soap.tracing.tracebacks import chain, is_packed, torchs_module, user_line
-from soap.tracing.untouched import untouched
 from soap.tracing.without_values import Room, tied_without_values
 
 if TYPE_CHECKING:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cache
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
+from soap.logs import TRIALS, silenced
 from soap.model.graph import NARROW, RECURRENT_KINDS, FactorKind, Footprint, Operator
 from soap.model.regions import lengths, relative, whole
 from soap.plan.tiling import Tile, iteration_points, spatial_factors, tiles_of, windows
@@ -20,8 +23,6 @@ from soap.strategy.config import OpConfig
 from soap.tracing.calls import BufferRef, Ref, substitute
 from soap.tracing.execute import ExecutableModel
 from soap.tracing.given import given
-from soap.tracing.gradient_layout import spread, stolen
-from soap.tracing.layouts import Layout, layouts_of, like
 from soap.tracing.model import TileContext
 from soap.tracing.part_footprints import PartFootprints, Parts
 from soap.tracing.trial_device import as_on_gpus
@@ -346,3 +347,111 @@ def _line(one: tuple[int, int], other: tuple[int, int], points: int) -> tuple[in
         return least, least
     fixed = max(-(-(least * many - most * few) // (many - few)), min(0, least))
     return fixed + max(-(-(most - fixed) * points // many), -(-(least - fixed) * points // few)), fixed
+
+
+FEW = 50
+"""Numbers that are repeated at least so often are few."""
+
+Found = tuple[int, torch.Tensor | None]
+"""(place of an operand, the gradient of its region)."""
+
+
+def stolen(found: Sequence[Found], is_held: Callable[[torch.Tensor], bool]) -> frozenset[int]:
+    """The places whose gradient a leaf that lies row by row would steal: take as it is, since nothing else refers to it, and it lies as the
+    leaf does (torch/csrc/autograd/functions/accumulate_grad.h). Others are copied, and both are there for a moment. ``found``: all that one
+    backward pass has made. ``is_held``: whether others hold a tensor's memory."""
+    made = {place: gradient for place, gradient in found if gradient is not None and gradient.layout is torch.strided}
+    uses = Counter(_memory(gradient) for gradient in made.values())
+    return frozenset(
+        place
+        for place, gradient in made.items()
+        if uses[_memory(gradient)] == 1 and _lies_apart(gradient) and not is_held(gradient)
+    )
+
+
+def spread(found: Sequence[Found]) -> frozenset[int]:
+    """The places whose gradients are a few numbers that are repeated: that of a mean is one number for all that it is of."""
+    made = ((place, gradient) for place, gradient in found if gradient is not None and gradient.layout is torch.strided)
+    return frozenset(place for place, gradient in made if FEW * gradient.untyped_storage().nbytes() <= gradient.nbytes)
+
+
+def _lies_apart(gradient: torch.Tensor) -> bool:
+    """Whether a gradient lies row by row in memory of its own, and is what it seems: marks (of complex numbers) are resolved by a copy."""
+    alone = gradient.untyped_storage().nbytes() == gradient.nbytes
+    return alone and gradient.is_contiguous() and 0 not in gradient.stride() and not (gradient.is_conj() or gradient.is_neg())
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    number: int = tensor.untyped_storage()._cdata
+    return number
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """One result. ``memory``: number of the operand whose memory it has; below 0: a piece of the results' own, of so many ``bytes``."""
+
+    memory: int
+    bytes: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+
+def layouts_of(results: Sequence[torch.Tensor], operands: Sequence[torch.Tensor]) -> tuple[Layout, ...] | None:
+    """The layouts of results beside the operands; None if ``like`` could not make the same."""
+    memories = {tensor.untyped_storage()._cdata: (place, tensor.dtype) for place, tensor in reversed(list(enumerate(operands)))}
+    found = []
+    for result in results:
+        storage = result.untyped_storage()
+        memory, dtype = memories.setdefault(storage._cdata, (-1 - len(memories), result.dtype))
+        if result.is_conj() or result.is_neg() or dtype != result.dtype or storage.nbytes() % result.itemsize:
+            return None
+        found.append(Layout(memory, storage.nbytes(), result.dtype, tuple(result.shape), result.stride(), int(result.storage_offset())))
+    return tuple(found)
+
+
+def like(layouts: Sequence[Layout], operands: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Tensors with these layouts, beside operands that lie as those did."""
+    memories = dict(enumerate(operands))
+    for own in layouts:
+        if own.memory not in memories:
+            memories[own.memory] = torch.empty(own.bytes // own.dtype.itemsize, dtype=own.dtype)
+    return tuple([memories[own.memory].as_strided(own.shape, own.strides, own.offset) for own in layouts])
+
+
+Value = TypeVar("Value")
+
+
+class FoundLater(Mapping[str, Value]):
+    """A mapping that ``find`` makes when it is first looked into. Pickled, it is what was found."""
+
+    def __init__(self, find: Callable[[], Mapping[str, Value]]) -> None:
+        self._find = find
+
+    def __getitem__(self, key: str) -> Value:
+        return self._find()[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._find())
+
+    def __len__(self) -> int:
+        return len(self._find())
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._find()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+
+def footprints_later(model: ExecutableModel, *, on_gpus: bool) -> tuple[FoundLater[Footprints], FoundLater[PartFootprints]]:
+    """As ``find_footprints``. The model's parameters are not held meanwhile, for they may be large; no trial reads them."""
+    bare: list[ExecutableModel] = [replace(model, parameters={}, example_inputs=(), unchanged={}, source=None)]
+
+    @cache
+    def found() -> tuple[dict[str, Footprints], dict[str, PartFootprints]]:
+        with _disable_current_modes(), torch.device("cpu"), torch.enable_grad(), silenced(*TRIALS):  # wherever it is asked
+            return find_footprints(bare.pop(), on_gpus=on_gpus)
+
+    return FoundLater(lambda: found()[0]), FoundLater(lambda: found()[1])

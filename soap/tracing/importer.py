@@ -14,9 +14,8 @@ from torch.export import ExportedProgram
 from soap.errors import ModelError, SoapWarning
 from soap.model.dtypes import replaced
 from soap.model.graph import WHOLE, DimMap, Drawn, Factor, FactorKind, Operand, Operator, OperatorGraph, Tensor, TensorKind, Unsplit
-from soap.tracing.arithmetic import arithmetic_of
 from soap.tracing.autocast import Caster, ListOf
-from soap.tracing.bags import find_equal_bags
+from soap.tracing.bags import find_equal_bags, find_grouped_queries
 from soap.tracing.buffers import canonical_buffers
 from soap.tracing.calls import Program
 from soap.tracing.compiled import OperatorProgram, ProgramStep
@@ -24,10 +23,9 @@ from soap.tracing.decompose import decompose
 from soap.tracing.execute import ExecutableModel
 from soap.tracing.experts import unsort_experts
 from soap.tracing.fold import fold
-from soap.tracing.found_later import footprints_later
+from soap.tracing.footprints import footprints_later
 from soap.tracing.fuse import Fuser
-from soap.tracing.grouped import find_grouped_queries
-from soap.tracing.labels import batch_dimensions, gradients
+from soap.tracing.labels import batch_dimensions, find_sparse, gradients
 from soap.tracing.loss_terms import find_loss_terms, own_labels
 from soap.tracing.masks import find_masks
 from soap.tracing.match import Group, compose, compose_all, simplified, unsplit
@@ -39,8 +37,7 @@ from soap.tracing.rules.norm import batch_norm_apply
 from soap.tracing.rules.notation import Maps
 from soap.tracing.rules.registry import target_name
 from soap.tracing.sizes import Shapes, at_sizes, is_dynamic
-from soap.tracing.sparse import find_sparse
-from soap.tracing.traffic import is_view, scattered, unwritten_bytes
+from soap.tracing.traffic import arithmetic_of, is_view, scattered, unwritten_bytes
 
 BatchNorm = Literal["global", "local"]
 """Over what training batch norm normalises: the whole batch, or each tile's own part of it."""

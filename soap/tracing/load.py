@@ -27,11 +27,10 @@ from soap.tracing.export import traced
 from soap.tracing.importer import BatchNorm, import_program
 from soap.tracing.imports import import_all
 from soap.tracing.naming import canonical_names
-from soap.tracing.quiet import quiet_torch
 from soap.tracing.record import NAME, ExportRecord, loads
 from soap.tracing.row_counting import measure_rows
 from soap.tracing.sizes import Shapes, is_dynamic
-from soap.tracing.torch_parts import replaced
+from soap.tracing.torch_parts import quiet_torch, replaced
 from soap.tracing.without_values import tie_again
 
 LOWER = {"bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -1,4 +1,4 @@
-"""Private parts of torch that we replace for a while, each by a name that a version may lack."""
+"""Private parts of torch that we replace for a while: by ones of ours, each by a name that a version may lack, or to silence its log."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from importlib import import_module
 from typing import Any
 
 import torch
+import torch.export._trace
 
 from soap.errors import ModelError
+from soap.logs import silenced
 
 TRIED = "2.11 to 2.13"
 """Versions of torch with which every such part is tested."""
@@ -35,3 +37,16 @@ def replaced(module: str, name: str, make: Callable[[Any], Any]) -> Iterator[Non
         yield
     finally:
         setattr(owner, last, original)
+
+
+@contextmanager
+def quiet_torch() -> Iterator[None]:
+    """Within this context no logger of torch's writes anything, and torch.export prints no graphs: it does both for errors that it
+    raises as well."""
+    printing: Any = torch.export._trace
+    printing.print = lambda *_, **__: None  # our ``print`` hides the built-in one, in that module alone
+    try:
+        with silenced("torch"):
+            yield
+    finally:
+        del printing.print

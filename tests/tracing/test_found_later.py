@@ -14,7 +14,7 @@ from torch import nn
 
 from soap.runtime.trainer import Trainer
 from soap.strategy.classical import data_parallel
-from soap.tracing import found_later
+from soap.tracing import footprints
 from soap.tracing.execute import ExecutableModel
 from soap.tracing.footprints import find_footprints
 from soap.tracing.load import load_program
@@ -48,7 +48,7 @@ class Sought:
 
 
 def test_they_are_sought_once_by_whoever_asks_first() -> None:
-    with patch.object(found_later, "find_footprints", sought := Sought()):
+    with patch.object(footprints, "find_footprints", sought := Sought()):
         graph = read().graph
         assert sought.count == 0
         with torch.no_grad(), torch.device("meta"):  # wherever it is asked
@@ -70,7 +70,7 @@ def test_parameters_are_not_held_for_them() -> None:
 
 def sought_by_ranks() -> int:
     """Run on each rank: how often it has sought footprints."""
-    with patch.object(found_later, "find_footprints", sought := Sought()):
+    with patch.object(footprints, "find_footprints", sought := Sought()):
         model = read()
         topology = cluster([2], CPU)
         with Trainer(model, (data_parallel(model.graph, topology), topology), optimizer=sgd) as trainer:

@@ -5,10 +5,8 @@ from __future__ import annotations
 from soap.tracing.rules import (
     along,
     attention,
-    bags,
     complex,
     convolution,
-    counting,
     embedding,
     experts,
     fourier,
@@ -30,7 +28,7 @@ from soap.tracing.rules import (
 from soap.tracing.rules.registry import registered, tiled
 
 __all__ = [
-    "along", "attention", "bags", "complex", "convolution", "counting", "embedding", "experts", "fourier", "index", "linear", "loss",
+    "along", "attention", "complex", "convolution", "embedding", "experts", "fourier", "index", "linear", "loss",
     "norm", "pad", "pointwise", "pooling", "random", "recurrent", "reduce", "registered", "resample", "scatter", "shape", "state",
     "tiled",
 ]  # fmt: skip

@@ -76,3 +76,13 @@ def compared(view: View) -> Tiled:
     operands = tuple(broadcast(tuple(maps), shape, s) for s in view.shapes)
     out = _output(maps, {dim}, bool(view.get("keepdim", False)))
     return Tiled(tuple(scope.factors), operands, (out,), flops=6 * prod(shape), saved_bytes=8 * view.itemsize * prod(shape))
+
+
+@rule("aten.histc")
+def histc(view: View) -> Tiled:
+    """Elements may be counted in parts if the bins are known without looking at all of them."""
+    if float(view.get("min", 0)) >= float(view.get("max", 0)):
+        raise NotImplementedError("the range of the bins depends on data")
+    scope = Scope()
+    maps = scope.like(view.shapes[0])
+    return Tiled(tuple(scope.factors), (maps,), ((WHOLE,),), summed=tuple(range(len(scope.factors))), flops=prod(view.shapes[0]))
