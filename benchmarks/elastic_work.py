@@ -19,13 +19,13 @@ from torch import Tensor
 from benchmarks.shared_processor import SharedProcessor
 from soap.elastic import arithmetic
 from soap.elastic.layout import Layout, Place
+from soap.elastic.leases import Steps
 from soap.elastic.lookups import Lookups
 from soap.elastic.messages import Kind, Message, decode, encode
 from soap.elastic.owners import Owners
 from soap.elastic.partitions import route
 from soap.elastic.server_actor import Keeping
 from soap.elastic.simulation.design import Lane
-from soap.elastic.steps import Steps
 from soap.elastic.worker import Batches, Source, Worker
 from soap.runtime.updates.optimizers import OptimizerFactory
 

@@ -36,7 +36,7 @@ from soap.cli.lease_data import lease_data
 from soap.cli.options import not_negative, positive
 from soap.cli.worker_run import rate_of, samples_per_second
 from soap.cluster.topology import Topology
-from soap.elastic.simulation.delays import NO_DELAYS
+from soap.elastic.simulation.unroll import NO_DELAYS
 from soap.elastic.worker import Source
 from soap.emulation.placement import run_evenly
 from soap.errors import SoapError

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from soap.elastic.faults import ElasticError
 from soap.elastic.lookups import Lookups
+from soap.errors import ElasticError
 from soap.runtime.sync.row_gradient import RowGradient
 
 CHUNK_BYTES = 2**22

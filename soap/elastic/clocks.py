@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
-from soap.elastic.faults import ElasticError
+from soap.errors import ElasticError
 
 SYNC = 0
 """Bound of synchronous training."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from soap.elastic.faults import ElasticError
+from soap.errors import ElasticError
 
 SMALL = 2**31
 """Ids and offsets below it travel as int32."""

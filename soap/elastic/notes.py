@@ -6,10 +6,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from soap.elastic.faults import ElasticError
-from soap.elastic.leases import Dealer
-from soap.elastic.steps import Steps
-from soap.errors import first_line
+from soap.elastic.leases import Dealer, Steps
+from soap.errors import ElasticError, first_line
 from soap.files import read_text, write_text_atomically
 
 LEASES = "leases.json"

@@ -14,9 +14,9 @@ from pathlib import Path
 from torch import Tensor
 
 from soap.elastic.layout import Layout
+from soap.elastic.leases import Steps
 from soap.elastic.messages import Buffer, decode, encode
 from soap.elastic.session import module
-from soap.elastic.steps import Steps
 from soap.elastic.store import Store
 from soap.elastic.transport import Listener
 from soap.elastic.worker import Source

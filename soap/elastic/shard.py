@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from soap.elastic.faults import ElasticError
-from soap.elastic.ledger import Ledger
+from soap.elastic.leases import Ledger, Steps
 from soap.elastic.partitions import Partition
-from soap.elastic.steps import Steps
+from soap.errors import ElasticError
 from soap.runtime.sync.row_gradient import RowGradient, add_up
 from soap.runtime.sync.row_update import Updater
 from soap.runtime.updates.optimizers import OptimizerFactory, Recipe

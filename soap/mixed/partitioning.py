@@ -19,7 +19,7 @@ from functools import cached_property
 import numpy as np
 
 from soap.cluster.topology import Topology
-from soap.elastic.faults import ElasticError
+from soap.errors import ElasticError
 from soap.model.batch import MicroBatches
 from soap.model.graph import OperatorGraph, TensorKind
 from soap.search.stage_costs import StageCosts, StagePrices

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from soap.cluster.topology import Topology
-from soap.elastic.faults import ElasticError
+from soap.errors import ElasticError
 from soap.mixed.allocations import Allocation
 from soap.mixed.partitioning import COUNTED_BOUND, WorkerPlan
 from soap.plan.collectives import REDUCE_TRAFFIC

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from soap.elastic import arithmetic
 from soap.elastic.arithmetic import backward, forward, means
-from soap.elastic.faults import ElasticError
 from soap.elastic.lookups import Lookups
 from soap.elastic.partitions import Partition, combine, cut, cut_at, divide, route
 from soap.elastic.shard import Shard
+from soap.errors import ElasticError
 from tests.elastic.drawn import batches, drawn, layers, matrix
 from tests.extent import MANY
 

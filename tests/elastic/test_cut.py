@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from soap.elastic import arithmetic
 from soap.elastic.cut import Cut
-from soap.elastic.faults import ElasticError
+from soap.errors import ElasticError
 from soap.tracing.execute import ExecutableModel
 from soap.tracing.load import load_model
 from tests.elastic.models import Ragged, exported, in_float64, ragged_inputs, whole_gradients
