@@ -64,8 +64,7 @@ def require_possible(job: Job, model: TracedModel) -> None:
 
 def evaluate(job: Job, model: TracedModel, trainer: Trainer) -> float | None:
     """The mean loss of the batches, the same on all ranks; None if nothing is to be evaluated."""
-    from soap.cli.batches import batch_size, user_batches
-    from soap.cli.sampled import by_rank
+    from soap.cli.batches import batch_size, by_rank, user_batches
     from soap.cli.training import converted
 
     if job.evaluated is None:

@@ -25,9 +25,8 @@ from soap.cli import (
     stale_plan,
     worker_plan,
 )
-from soap.cli.asked_strategy import add_asked, read_file
 from soap.cli.command import Parser, UsageError, run_command
-from soap.cli.inputs import check_inputs
+from soap.cli.inputs import add_asked, check_inputs, read_file
 from soap.cli.options import add_explain, add_outputs, cluster_of, reading, share
 from soap.cli.stopping import add_time_limit
 from soap.cli.timelines import predicted_text

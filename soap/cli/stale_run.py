@@ -20,10 +20,9 @@ from soap.cli.figures import rate
 from soap.cli.options import reading
 from soap.cli.plain_text import listed
 from soap.cli.preprocessed import folder_of, sized
-from soap.cli.rank_options import refuse_rank_options
 from soap.cli.stale_plan import describe, head
 from soap.cli.updating import Updating
-from soap.cli.worker_run import check_folders
+from soap.cli.worker_run import check_folders, refuse_rank_options
 from soap.cluster.topology import Topology
 from soap.errors import INTERRUPTED_EXIT_CODE, StrategyError
 from soap.strategy.consistency import SYNC, parse
@@ -40,7 +39,7 @@ OWN = "own"
 REDUCTIONS = ("mean", "sum")
 SHOWN_LOSSES = 8
 FURTHER = ("emulate", "schedule")
-"""Options that workers without state do not have, beside those of ``rank_options``."""
+"""Options that workers without state do not have, and those of ``RANKS_ALONE``."""
 
 
 def add_stale_run(parser: Parser) -> None:

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from soap.cli import compressing, evaluating, journal, step_log, weights
-from soap.cli.batches import ConvertedBatches, DrawnBatches, JoinedBatches, batch_size, user_batches
+from soap.cli import checkpoints as journal
+from soap.cli import compressing, evaluating, step_log, weights
+from soap.cli.batches import Batches, ConvertedBatches, DrawnBatches, JoinedBatches, batch_size, by_rank, user_batches
 from soap.cli.checkpoints import Checkpoints, Saver
 from soap.cli.options import Reading
-from soap.cli.sampled import Batches, by_rank
 from soap.cli.updating import Updating
 from soap.cluster.kinds import run_kind
 from soap.cluster.topology import DeviceKind, Topology
@@ -49,7 +49,7 @@ class Job:
     updating; what it leaves open is taken from the checkpoint, if the job goes on from one. ``emulated``: whether ranks are on emulated
     hosts. ``correct_momentum``, ``warm_up``: see ``--correct-momentum`` and ``--warm-up``. ``compressed``: name of a
     strategy -> parameters that it compresses, in order. ``weighed``: whether peak memory is measured.
-    ``record``: what the model's file says of its export. ``journal``: the file for each step's loss (``soap.cli.journal``).
+    ``record``: what the model's file says of its export. ``journal``: the file for each step's loss (``soap.cli.checkpoints``).
     ``evaluated``: that of which the loss is asked for at the end. ``log``: as ``--log``."""
 
     model: str
@@ -167,7 +167,7 @@ def _measure(
         def after(step: int, loss: float) -> None:
             _show(bar, loss)
             if saver is not None and job.journal is not None and trainer.rank == 0:
-                journal.append(job.journal, step, loss)  # before a checkpoint says that the step is done
+                journal.note_step(job.journal, step, loss)  # before a checkpoint says that the step is done
             if saver is not None:
                 saver.after_step(trainer)
 

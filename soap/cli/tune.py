@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 from soap import api, outputs
 from soap.cli import emulation, reporting
-from soap.cli.as_read import simulator_of
 from soap.cli.command import Parser, UsageError, note, one_line, run_command
 from soap.cli.inputs import check_inputs
 from soap.cli.options import add_cluster, add_costs, add_json, add_model, not_negative, positive
 from soap.cli.plain_text import aligned, listed, milliseconds
 from soap.cli.plan_summary import crowded, shared_cores
+from soap.cli.preprocessed import simulator_of
 from soap.cli.run import STRATEGY, add_training, on_ranks, prepare
 from soap.cli.run import make_parser as run_parser
 from soap.cli.stopping import Stopping, add_time_limit

@@ -12,7 +12,6 @@ from soap.cli import emulation
 from soap.cli.command import UsageError
 from soap.cli.figures import rate
 from soap.cli.plain_text import listed
-from soap.cli.rank_options import refuse_rank_options
 from soap.cli.updating import Updating
 from soap.cluster.topology import Topology
 from soap.units import format_bytes
@@ -36,7 +35,7 @@ def check_folders(args: argparse.Namespace) -> None:
 
 
 FURTHER = ("ray", "fsync", "reduce_dense", "reduce_sparse", "save_every")
-"""Options that virtual workers do not have, beside those of ``rank_options``."""
+"""Options that virtual workers do not have, and those of ``RANKS_ALONE``."""
 
 
 def execute(args: argparse.Namespace, topology: Topology, planned: TracedModel, strategy: Strategy, read: Mapping[str, Any]) -> int:
@@ -162,3 +161,23 @@ def rate_of(ended_s: Sequence[float], samples: int, in_flight: int) -> float | N
     whole = (len(ended_s) - in_flight) // in_flight * in_flight
     counted = ended_s[: whole + 1] if whole > 0 else ended_s
     return None if len(counted) < 2 or counted[-1] <= counted[0] else (len(counted) - 1) * samples / (counted[-1] - counted[0])
+
+
+RANKS_ALONE = (
+    "check", "memory", "timeline", "compare_data_parallel", "compile", "clip_norm", "correct_momentum", "keep", "weight_decay", "no_decay",
+    "weights", "save_weights", "eval_data", "eval_steps", "eval_model", "restarts", "spare_plans", "report", "log",
+)  # fmt: skip
+"""Parsed options that only plans of ranks in step know. Whatever else trains refuses them, rather than to ignore them."""
+
+
+def refuse_rank_options(args: argparse.Namespace, further: Sequence[str], said: str, who: str) -> None:
+    """UsageError in one line for an option that was given, and is in ``RANKS_ALONE`` or ``further``, as ``said``; and if ``who`` should
+    compute on GPUs."""
+    asked = [name for name in (*RANKS_ALONE, *further) if getattr(args, name, None)]
+    asked += ["accumulate"] if args.accumulate > 1 else ["warm_up"] if args.warm_up != (0, 0) else []
+    if asked:
+        raise UsageError(f"--{asked[0].replace('_', '-')} {said}")
+    if args.autocast == "float16":
+        raise UsageError(f"--autocast float16 with {who}, which scale no loss; expected bfloat16")
+    if args.device == "cuda" or args.backend == "nccl":
+        raise UsageError(f"{who} compute on processors; expected --device cpu")
