@@ -17,7 +17,8 @@ from tqdm import tqdm
 from soap import api
 from soap.api.informing import TILES, Thing, WhatDecides
 from soap.api.predictions import announce_compiling
-from soap.cli import emulation, links, room
+from soap.cli import emulation, links
+from soap.cli import wanted as room
 from soap.cli.command import one_line
 from soap.cli.options import Reading
 from soap.cli.profile import NAMED_GROUP

@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from soap import api
-from soap.cli import emulation, room
+from soap.cli import emulation, wanted
 from soap.cli.command import UsageError
 from soap.cli.options import Reading
 from soap.cli.plain_text import aligned, milliseconds
@@ -82,7 +82,7 @@ def verify(
     if list(strategies) == [BASELINE]:
         return outcome
     simulations = {name: simulator.run(strategy) for name, strategy in strategies.items()}
-    tried = room.together(simulator.graph, topology, simulations)
+    tried = wanted.together(simulator.graph, topology, simulations)
     least_s = LEAST_STEPS * sum(simulations[name].makespan_ns for name in tried[:2]) / 1e9 / scale
     if least_s > seconds:
         raise RuntimeFailure(

@@ -49,7 +49,7 @@ def execute(args: argparse.Namespace, topology: Topology, planned: TracedModel, 
     from soap.mixed.planned import minibatch_dims
     from soap.mixed.run.plan import wave_plan
     from soap.mixed.run.saved import checkpoint_of
-    from soap.mixed.run.stage_values import Updates
+    from soap.mixed.run.stage_program import Updates
     from soap.mixed.run.training import Job, train
     from soap.runtime.comm.launch import launch
     from soap.runtime.comm.rank_processes import READING

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from soap.files import reason
-from soap.preprocessing import final, result
+from soap.preprocessing import result
 from soap.preprocessing.container import PreprocessError, key_of, read_record, write_record
 from soap.preprocessing.inputs import GZIP, PARQUET, Chunk, Unit, cut_lines, find_units
 from soap.preprocessing.manager import MODES, UNIT, Manager
@@ -171,7 +171,7 @@ class _Run:
             [Task(MERGE, i, 0, sizes_of[name], name=name, made_of=whole) for i, name in enumerate(work.spec.dictionaries)], apart=True
         )
         rows = sum(done.rows for done in indexed)
-        final.make(work, rows)
+        result.make_arrays(work, rows)
         mapped = made_of([*united, *merged])
         tasks, first = [], 0
         for done in indexed:

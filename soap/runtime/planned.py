@@ -1,4 +1,5 @@
-"""Plans for all ranks, made by rank 0. Each rank is handed its part of the program, and knows no other rank's tiles.
+"""Plans for all ranks, made by rank 0. Each rank is handed its part of the program, and knows no other rank's tiles: it does what it would
+do in the whole program, in the same order and under the same names.
 
 So what a rank computes before its first step grows with its own tiles. Rank 0 keeps the whole program, for batches of other sizes, traces
 and checks.
@@ -7,7 +8,7 @@ and checks.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from soap import collector
@@ -15,13 +16,17 @@ from soap.cluster.kinds import run_kind
 from soap.cluster.presets import local_topology
 from soap.cluster.topology import DeviceKind, Topology
 from soap.errors import RuntimeFailure
-from soap.plan.plan import Plan
+from soap.plan.own_part import OwnUses, Places, PlanParts, by_device
+from soap.plan.pass_order import PassOrder
+from soap.plan.plan import Plan, Shard, ShardSync
 from soap.plan.planning import build_plan
+from soap.plan.running.activity import Activity
 from soap.plan.running.forward_order import ExecutionOrder
+from soap.plan.running.segments import Segment
 from soap.runtime.comm.handing_out import packed, unpacked
 from soap.runtime.comm.redistribute import Communicator, needed_by
+from soap.runtime.program.actions import Action, ActionKind
 from soap.runtime.program.program import Program, compile_program
-from soap.runtime.program.rank_programs import RankPrograms
 from soap.runtime.program.resizing import other_program, resized_program
 from soap.strategy.config import Strategy
 from soap.tracing.model import TracedModel
@@ -146,3 +151,141 @@ class Planned:
         (alike, unread), (handed, uses) = unpacked(shared, known), unpacked(own, known)
         assert isinstance(handed, Handed)
         return replace(handed, program=alike.put_into(handed.program, uses), unread=unread, whole=kept[0] if kept else None)
+
+
+Numbers = Mapping[int, int]
+"""Positions in the whole -> positions in a part."""
+
+
+@dataclass(frozen=True)
+class Alike:
+    """What the parts of all ranks have alike: fields of the program, and of its plan. Shards and synchronizations without uses.
+    ``used_alike``: see ``PlanParts``."""
+
+    shards: tuple[Shard, ...]
+    syncs: tuple[ShardSync, ...]
+    used_alike: tuple[tuple[int, ...], ...]
+    order: PassOrder | None
+    idle_shards: tuple[int, ...]
+
+    def put_into(self, bare: Program, uses: OwnUses) -> Program:
+        """A rank's part, which came without these and without its uses, with both."""
+        plan = uses.put_into(replace(bare.plan, shards=self.shards, syncs=self.syncs, order=self.order), self.used_alike)
+        return replace(bare, plan=plan, idle_shards=self.idle_shards)
+
+
+class RankPrograms:
+    """Cuts ranks' parts out of a program, each in time in proportion to the part. ``alike``: what they share, and so do not hold."""
+
+    def __init__(self, program: Program) -> None:
+        self._parts = parts = PlanParts(program.plan)
+        self.alike = Alike(parts.shards, parts.syncs, parts.used_alike, program.plan.order, program.idle_shards)
+        self._program = replace(program, idle_shards=())
+        lists = (program.forward, program.backward, program.after_update, program.interleaved)
+        self._actions = [_Actions(own) for own in lists]
+        self._segments = by_device((segment.device,) for segment in program.segments)
+        self._sums = by_device(program.plan.reductions[own[0]].devices for own in program.number_sums)
+        tiles = program.plan.tiles
+        self._forward = _OfDevice(program.order.forward, [tiles[tile].device for tile in program.order.forward])
+        self._backward = _OfDevice(program.order.backward, [tiles[tile].device for tile in program.order.backward])
+
+    def of(self, rank: int) -> Program:
+        """The part of a rank; of one without a device, what all ranks do."""
+        return self.alike.put_into(*self.bare(rank))
+
+    def bare(self, rank: int) -> tuple[Program, OwnUses]:
+        """The part of a rank without what is alike, and its uses of shards and synchronizations (``Alike.put_into``)."""
+        whole, told = self._program, min(self._program.losses.values())
+        plan, places, uses = self._parts.of(rank, (told,))
+        tiles, holdings = places.tiles, places.holdings
+        segments = {number: place for place, number in enumerate(self._segments.get(rank, ()))}
+        sums = {number: place for place, number in enumerate(self._sums.get(rank, ()))}
+        subjects = _subjects(places, segments, sums)
+        forward, backward, after_update, interleaved = (
+            [_moved(action, subjects, rank) for action in actions.of(rank)] for actions in self._actions
+        )
+        own = replace(
+            whole,
+            plan=plan,
+            activity=_activity(whole.activity, places),
+            order=ExecutionOrder(_placed(self._forward.of(rank), tiles), _placed(self._backward.of(rank), tiles)),
+            segments=tuple([_segment(whole.segments[number], tiles) for number in segments]),
+            segment_of={tiles[tile]: segments[number] for number in segments for tile in whole.segments[number].tiles},
+            kept=_known(whole.kept, holdings),
+            answered=_known(whole.answered, holdings),
+            recomputed=_known(whole.recomputed, tiles),
+            dropped=_known(whole.dropped, holdings),
+            come_back_with=_own_tiles(whole.come_back_with, plan, places, rank),
+            losses={rank: holdings[whole.losses[rank]]} if rank in whole.losses else {},
+            number_sums=tuple([tuple([places.reductions[i] for i in whole.number_sums[number]]) for number in sums]),
+            forward=tuple(forward),
+            backward=tuple(backward),
+            after_update=tuple(after_update),
+            interleaved=tuple(interleaved),
+        )
+        return own, uses
+
+
+class _OfDevice:
+    """Items of a list by their device, in order."""
+
+    def __init__(self, items: Sequence[int], devices: Sequence[int]) -> None:
+        self._items, self._places = items, by_device((device,) for device in devices)
+
+    def of(self, device: int) -> list[int]:
+        return [self._items[place] for place in self._places.get(device, ())]
+
+
+class _Actions:
+    """A list of actions by rank."""
+
+    def __init__(self, actions: Sequence[Action]) -> None:
+        self._actions = actions
+        self._everyone = [place for place, action in enumerate(actions) if action.devices is None]
+        self._places = by_device(action.devices or () for action in actions)
+
+    def of(self, rank: int) -> list[Action]:
+        return [self._actions[place] for place in sorted((*self._places.get(rank, ()), *self._everyone))]
+
+
+def _subjects(places: Places, segments: Numbers, sums: Numbers) -> dict[ActionKind, Numbers]:
+    """Kind of action -> where its subjects are; the others' subjects are synchronizations, which keep their numbers."""
+    kind = ActionKind
+    return {
+        kind.TILE: places.tiles,
+        kind.LOSS: places.holdings,
+        kind.REDUCE_NUMBERS: sums,
+        **dict.fromkeys((kind.TRANSFER, kind.RETURN), places.messages),
+        **dict.fromkeys((kind.EXCHANGE, kind.RETURN_EXCHANGE), places.exchanges),
+        **dict.fromkeys((kind.REDUCE, kind.REDUCE_GRADIENT), places.reductions),
+        **dict.fromkeys((kind.SEGMENT, kind.WEIGHTS, kind.RECOMPUTE), segments),
+    }
+
+
+def _moved(action: Action, subjects: Mapping[ActionKind, Numbers], rank: int) -> Action:
+    subject = subjects[action.kind][action.subject] if action.kind in subjects else action.subject
+    return Action(action.kind, subject, None if action.devices is None else (rank,))
+
+
+def _segment(segment: Segment, tiles: Numbers) -> Segment:
+    return replace(segment, tiles=_placed(segment.tiles, tiles))
+
+
+def _activity(whole: Activity, places: Places) -> Activity:
+    found = ((whole.tiles, places.tiles), (whole.fetches, places.fetches), (whole.holdings, places.holdings))
+    tiles, fetches, holdings = (set(_known(own, numbers)) for own, numbers in found)
+    return Activity(tiles, fetches, holdings, set(_known(whole.reductions, places.reductions)), set(_known(whole.seeds, places.tiles)))
+
+
+def _own_tiles(found: Numbers, plan: Plan, places: Places, rank: int) -> dict[int, int]:
+    """Those of a mapping from tiles to tiles that are the rank's own."""
+    own = ((tile, place) for tile, place in places.tiles.items() if tile in found and plan.tiles[place].device == rank)
+    return {place: places.tiles[found[tile]] for tile, place in own}
+
+
+def _placed(positions: Iterable[int], numbers: Numbers) -> tuple[int, ...]:
+    return tuple([numbers[position] for position in positions])
+
+
+def _known(positions: Collection[int], numbers: Numbers) -> frozenset[int]:
+    return frozenset([place for position, place in numbers.items() if position in positions])

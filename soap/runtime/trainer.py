@@ -32,7 +32,7 @@ from soap.runtime.comm.world import close_world, open_world
 from soap.runtime.inputs import Batch, BySamples, Given
 from soap.runtime.planned import Asked, Planned
 from soap.runtime.program.actions import MicroBatch
-from soap.runtime.program.fused_tiles import missing_compiler
+from soap.runtime.program.prepared import missing_compiler
 from soap.runtime.sizes import BatchSizes
 from soap.runtime.step.step_end import StepEnd
 from soap.runtime.sync.look_ups import note_rows

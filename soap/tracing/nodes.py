@@ -12,13 +12,12 @@ import torch
 
 from soap.errors import ModelError
 from soap.model.dtypes import is_differentiable
-from soap.tracing.aliasing import Aliasing, changed_by, changed_together, functional
+from soap.tracing.aliasing import SAME, Aliasing, ViewOf, changed_by, changed_together, functional
 from soap.tracing.autocast import Caster, concerns
 from soap.tracing.buffers import BufferChanges, about
 from soap.tracing.calls import BufferRef, Call, Program, Ref, Target, Value, argument, is_random, kind_of, substitute
 from soap.tracing.forms import FORMS, Fake, value_of
 from soap.tracing.types import TypeMap, written_out
-from soap.tracing.views import SAME, ViewOf
 
 
 class ProgramWriter:

@@ -8,8 +8,8 @@ import torch
 
 from soap.errors import CheckpointError
 from soap.runtime.checkpoint.manifest import ParameterState
+from soap.runtime.checkpoint.rank_state import Known, join, known_here, restore
 from soap.runtime.updates.parts import Part
-from soap.runtime.updates.state import Known, join, known_here, restore
 from tests.graph_builder import mlp
 from tests.runtime.plans import plan_of, split
 

@@ -28,8 +28,7 @@ from soap.elastic.waves import Push
 from soap.mixed.partitioning import READ_AHEAD
 from soap.mixed.run.client import Client
 from soap.mixed.run.plan import WavePlan
-from soap.mixed.run.stage_program import Begun, StageProgram
-from soap.mixed.run.stage_values import StageValues, Updates
+from soap.mixed.run.stage_program import Begun, StageProgram, StageValues, Updates
 from soap.runtime.comm import signs
 from soap.runtime.comm.signs import LOOK_S
 from soap.runtime.system import clock

@@ -28,8 +28,7 @@ from soap.mixed.run import saved
 from soap.mixed.run.client import Addresses, Client
 from soap.mixed.run.plan import WavePlan
 from soap.mixed.run.stage import Seen, StageWork
-from soap.mixed.run.stage_program import StageProgram
-from soap.mixed.run.stage_values import StageValues, Updates
+from soap.mixed.run.stage_program import StageProgram, StageValues, Updates
 from soap.runtime.comm import signs
 from soap.runtime.comm.world import close_world, open_world, own_address
 from soap.runtime.updates.optimizers import OptimizerFactory, ScheduleFactory

@@ -26,8 +26,7 @@ from soap.runtime.comm.arrivals import Arrivals
 from soap.runtime.comm.packing import assemble, cut
 from soap.runtime.comm.redistribute import Pending
 from soap.runtime.program.actions import ActionKind
-from soap.runtime.program.fused_tiles import Outputs, Unit
-from soap.runtime.program.prepared import Fetched, Parameter, Part, Piece, PreparedTile, PreparedTiles, Source
+from soap.runtime.program.prepared import Fetched, Outputs, Parameter, Part, Piece, PreparedTile, PreparedTiles, Source, Unit
 from soap.runtime.step.gradients import Gradients
 from soap.runtime.step.kept_on_host import KeptOnHost
 from soap.runtime.step.state import Output, StepState, leaf

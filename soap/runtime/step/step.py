@@ -39,8 +39,7 @@ from soap.runtime.comm.position import HERE
 from soap.runtime.comm.redistribute import Communicator, Pending
 from soap.runtime.compression.peer import AS_IT_IS, CompressedTraining
 from soap.runtime.program.actions import LAST_ONLY, WHOLE_STEP, Action, ActionKind, MicroBatch, part_of
-from soap.runtime.program.fused_tiles import units_of
-from soap.runtime.program.prepared import PreparedTile, PreparedTiles
+from soap.runtime.program.prepared import PreparedTile, PreparedTiles, units_of
 from soap.runtime.program.program import Program, task_name
 from soap.runtime.step.early_start import Key, SyncSchedule
 from soap.runtime.step.forward import ForwardPass
