@@ -1,9 +1,5 @@
-"""What an owner computes with its cell of a sparse layer's weights: sums of rows forward, the gradient of these rows backward.
-
-A sparse layer is ``activation(X @ W + bias)`` with a sparse X of shape (samples, rows) and W of shape (rows, outputs). Only ``X @ W`` and
-its gradient are computed here; bias and activation belong behind the sum over all cells (``partitions.combine``). A bag's mean is the sum
-divided by the sample's ids in all cells (``means``), so it is no owner's work either.
-"""
+"""What an owner computes with its cell of a sparse layer's weights: sums of rows forward, the gradient of these rows backward. Bias,
+activation and a bag's mean belong behind the sum over all cells (``partitions.combine``, ``means``)."""
 
 from __future__ import annotations
 

@@ -1,9 +1,5 @@
-"""Who works on which batch, and which batches are one step: batches are dealt to workers in leases, and dealt again if a worker is lost.
-
-A lease's number says which batch of which epoch it is, and the seed in which order samples come, so a dealer's state is little: how many
-leases were dealt, and which are done. Each sample comes in each epoch at least once, exactly once if no worker is lost; a batch that is
-dealt again keeps its number, so that servers count it once.
-"""
+"""Who works on which batch, and which batches are one step: batches are dealt to workers in leases, and dealt again, under their numbers,
+if a worker is lost. A lease's number says epoch and batch, and the seed the order of samples."""
 
 from __future__ import annotations
 

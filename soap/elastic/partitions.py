@@ -1,9 +1,5 @@
-"""Parameters cut into cells for servers, and the way of a batch through the cells of one sparse layer.
-
-Weights of a sparse layer have the shape (rows, outputs); an id names a row. Cut along axis 0, a cell owns a range of ids: it gets these
-only, and gives partial sums of all outputs, which are added up. Cut along axis 1, it owns a range of outputs: it gets all ids, and gives
-its own outputs, which are put side by side. Weights stay where they are.
-"""
+"""Parameters cut into cells for servers, and the way of a batch through the cells of one sparse layer of shape (rows, outputs). Cut along
+axis 0, a cell owns a range of ids, along axis 1 one of outputs (docs/internals/servers.md). Weights stay where they are."""
 
 from __future__ import annotations
 

@@ -1,9 +1,5 @@
-"""A server's partitions, in memory and in a folder, so that nothing that was acknowledged is lost when the server is killed.
-
-A push is written to its partition's log, then applied, then acknowledged. A server that starts again reads the latest snapshot of each
-partition and applies the log behind it, by the same code that applied it first: the state is the same bit by bit. A lease counts once for
-each partition, so a push that was applied but not acknowledged may be pushed again, and so may a batch that was dealt twice.
-"""
+"""A server's partitions, in memory and in a folder, so that nothing that was acknowledged is lost when the server is killed: a push is
+written to its partition's log, then applied, then acknowledged (docs/internals/servers.md)."""
 
 from __future__ import annotations
 

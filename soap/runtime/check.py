@@ -1,12 +1,7 @@
 """Checking a distributed run against one process: loss, every gradient, every parameter after the update, every buffer.
 
-Rank 0 runs the whole exported program from the same parameters and buffers as each step. A difference is a defect of a rule or of the
-runtime, or the optimizer's update is not elementwise. If an ill-conditioned gradient is mostly rounding, both results are compared with one
-process in float64.
-
-Compressed gradients lose something. So those are compared before they are compressed; what the ranks make of them is compared, to the last
-bit, with an emulation of the same compression. That the local gradients are right is another
-question: added up, they have to be what one process computes.
+Rank 0 runs the whole exported program from the same parameters and buffers as each step (docs/internals/runtime.md, *Checks*). Compressed
+gradients are compared before they are compressed; what the ranks make of them, to the bit, with an emulation of the same compression.
 """
 
 from __future__ import annotations

@@ -2,16 +2,7 @@
 
 ``torch.export`` records the forward pass only. Code that runs in the backward pass alone (``torch.autograd.Function``, hooks) is not in the
 file, and what Python decides by its own numbers is fixed in it. With the module at hand both show: we compare its eager step with the calls
-that SOAP executes. That also finds defects of our reader.
-
-*Random numbers.* Both sides draw from torch's generators with one seed. The program makes the same calls in the same order, so masks are
-equal, although SOAP's tiles draw theirs differently (``rules.random``, which ``check`` compares with ``reference_loss``). If the order
-differs (a call whose result nobody reads), both run again, and each call's numbers depend on its kind and shapes alone.
-
-*State of Python's.* A program has the first value of each attribute, counter and generator in all steps. So eager's step follows a call
-on other values, and its forward pass follows once more. Buffers begin each of them as they were: programs have these. What the last call
-finds otherwise than the one before it moves by itself, and is refused by its name. What only depends on the call before it (caches,
-activations that are kept) has no effect if the step is the program's.
+that SOAP executes. docs/internals/runtime.md (*Checks*) says how random numbers are made equal, and what is refused as Python's own state.
 """
 
 from __future__ import annotations

@@ -1,9 +1,5 @@
 """Plans for all ranks, made by rank 0. Each rank is handed its part of the program, and knows no other rank's tiles: it does what it would
-do in the whole program, in the same order and under the same names.
-
-So what a rank computes before its first step grows with its own tiles. Rank 0 keeps the whole program, for batches of other sizes, traces
-and checks.
-"""
+do in the whole program, in the same order and under the same names."""
 
 from __future__ import annotations
 

@@ -1,10 +1,5 @@
-"""Mixtures of experts without sorting: what programs compute on rows sorted by expert is computed on the rows where they are.
-
-Libraries bring the rows that go to one expert together (``perm = ids.sort()``), multiply, and bring them back. In between a row can be
-anywhere, and samples cannot be told apart. The products here get each row's expert (``rules.experts``), so that the calls in between,
-which treat every row alike, can keep the rows in the order of the samples. Then tiles of samples route their own rows, as data
-parallelism does.
-"""
+"""Mixtures of experts without sorting: what programs compute on rows sorted by expert is computed on the rows where they are, so that tiles
+of samples route their own, as data parallelism does. Products get each row's expert (``rules.experts``)."""
 
 from __future__ import annotations
 

@@ -1,11 +1,8 @@
 """The numbers of which a model's loss is a sum, each scaled by a constant: the losses of parts of a sequence, auxiliary losses.
 
 The gradient by each is constant, so that the backward pass can begin there, before these numbers have been summed over devices or
-micro-batches. What adds them up is the loss's epilogue (``OperatorGraph.epilogue``).
-
-A mean over labels may be told its own labels alone. The rule of such a call (``rules.loss``) has two ways to read: all labels, and those
-that belong to the tile's scores. The operator may compute labels from inputs before (views, slices, padding). What a tile then needs of the
-inputs follows from the call backwards, factor by factor of each rule; where a call cannot be followed, all of its operand is read.
+micro-batches. What adds them up is the loss's epilogue (``OperatorGraph.epilogue``). A mean over labels may be told its own labels alone:
+what a tile then needs of the inputs follows from the call backwards, factor by factor of each rule.
 """
 
 from __future__ import annotations

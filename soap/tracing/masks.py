@@ -1,10 +1,5 @@
-"""Masks of attention that follow from positions alone: attention that is given one is told the band of keys instead.
-
-Libraries build masks from ranges and comparisons, or keep them as buffers; ``transformers`` does so whenever a model is exported, where its
-eager modules say ``is_causal``. A mask that depends on constants alone is compared with a band, element by element, some rows at a time:
-causal, a sliding window, or all keys. Then nothing is held for it. All others stay; those that depend on inputs (padding) follow these as
-they are: picks at all positions become views, so that they are split like the samples, and attention broadcasts them itself.
-"""
+"""Masks of attention that follow from positions alone: attention that is given one is told the band of keys instead, as
+docs/internals/tracing.md says. Masks that depend on inputs (padding) stay; their picks at all positions become views, which are split."""
 
 from __future__ import annotations
 

@@ -1,10 +1,6 @@
-"""How many rows of its sparse parameters batches touch: counted from data, so that alpha and the overlap between workers are measured.
-
-The lookups of a batch are put in a row, samples in order, and cut into 2^k pieces, as data parallelism cuts the batch among so many
-workers; further pieces are parts of samples. Lookups that belong to no sample (candidates of a sampled softmax) are cut in the same
-way. The number of different rows of a piece is averaged over all pieces and batches. Only the calls between the model's inputs and the
-indices are run.
-"""
+"""How many rows of its sparse parameters batches touch: counted from data, so that alpha and the overlap between workers are measured. The
+lookups of a batch are put in a row, samples in order, and cut into 2^k pieces, as data parallelism cuts the batch; the number of different
+rows of a piece is averaged over all pieces and batches."""
 
 from __future__ import annotations
 

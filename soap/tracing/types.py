@@ -1,10 +1,5 @@
 """Floating-point types of a program: which type replaces each, and calls whose results have torch's default type, with the type written
-out.
-
-In the program that ``torch.export`` records, ``torch.zeros(3)``, ``ids / 8`` or ``torch.where(mask, 1.0, 0.0)`` name no type. With the
-type written out, a program means the same whatever the default type of the process is, and its constants follow the type that replaces
-the model's.
-"""
+out: so a program means the same whatever the default type of the process is."""
 
 from __future__ import annotations
 

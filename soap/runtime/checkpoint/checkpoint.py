@@ -2,11 +2,8 @@
 
 Tensors are named as in the user's model: ``model.<parameter or buffer>``, ``optim.state.<parameter>.<key>`` and, for methods of
 synchronization with a state, ``sync.state.<parameter>.<name>`` (of compressed parameters one for each rank, see ``rank_state``). Each is
-stored in its full shape; ranks write and read regions of it. A checkpoint also holds the step and the seed. These two are the whole state
-of random numbers: dropout is a function of (seed, step, call).
-
-Methods of synchronization keep state of their own. Each of its tensors is a region of one that has the parameter's shape, like the
-optimizer's state. A plan whose methods have no state of that name ignores it. A method whose state is missing in a checkpoint starts fresh.
+stored in its full shape; ranks write and read regions of it. State that a plan's methods do not have is ignored; what is missing begins
+afresh. Step and seed are the whole state of random numbers.
 """
 
 from __future__ import annotations

@@ -1,9 +1,5 @@
-"""Failure reports of ranks, from which the launcher finds the first cause instead of its aftermath.
-
-Before a failing rank closes its connections, it writes a report into the launch's folder. The report says whether the error is the rank's
-own, or aftermath: it only noticed that another rank had ended. Then the rank stays for a moment, so that others can write their reports. A
-rank that has waited too long asks the others where they are; a thread in each rank answers, even while the rank itself waits.
-"""
+"""Failure reports of ranks, from which the launcher finds the first cause instead of its aftermath (docs/internals/runtime.md, *Ranks that
+fail*)."""
 
 from __future__ import annotations
 

@@ -1,10 +1,4 @@
-"""Waiting for ranks that take longer than others, for as long as they live.
-
-A collective has a limit, after which a backend takes a rank for lost. But ranks may rightly be apart for hours: one writes a checkpoint to
-a slow disk, one makes the plan for all, workers of unequal speed end at different times. So before a collective that could wait so long
-ranks meet in the process group's store. There each rank gives a sign of life every few seconds, from a thread, so that a rank that is gone
-still ends the wait, and one that fails says why.
-"""
+"""Waiting for ranks that take longer than others, for as long as they live (docs/internals/runtime.md, *Ranks that take long*)."""
 
 from __future__ import annotations
 

@@ -1,16 +1,11 @@
 """The program: what every rank does, in one global order that is the same everywhere. Pure data, no torch.
 
-``compile_program`` turns a plan and an order of its tiles into two lists of actions, forward and backward. Each rank executes its own
-part of both lists. An action waits only for actions before it in the list, so ranks cannot wait for each other in a cycle, whatever the
-backend.
+``compile_program`` turns a plan and an order of its tiles into two lists of actions, forward and backward, which take turns if there are
+micro-batches (``Program.interleaved``). Each rank executes its own part of both lists. An action waits only for actions before it in the
+list, so ranks cannot wait for each other in a cycle, whatever the backend.
 
-With micro-batches (``Plan.order``) both passes take turns: ``Program.interleaved`` has the actions of both lists in one.
-
-*Segments.* Consecutive tiles of a rank form one autograd graph until something has to be received or summed for the next tile, or a
-gradient has to be received. Segments can run backward by decreasing start.
-
-In which order tiles and segments run is ``plan.running``'s. ``actions`` decides what follows tiles and
-segments, ``sync_actions`` how parameters are kept in step; the rest, here, keeps these:
+In which order tiles and segments run is ``plan.running``'s. ``actions`` decides what follows tiles and segments, ``sync_actions`` how
+parameters are kept in step; the rest, here, keeps these:
 
 *Invariant*: no action before the end of the backward pass waits for a number that only the epilogue reads.
 

@@ -1,10 +1,5 @@
-"""Early start: exchanging gradients while the backward pass of a segment still runs.
-
-A segment's gradients become complete one by one. An exchange that would follow right after the segment, and that waits for nothing else,
-starts as soon as its own gradient is complete. Exchanges start in the program's order, which all ranks share. Under gloo, messages and
-collectives have separate queues: there a sum may also start before the segment's own messages. ``docs/internals/runtime.md`` draws the
-control flow.
-"""
+"""Early start: exchanging gradients while the backward pass of a segment still runs, each as soon as its own gradient is complete, in the
+program's order. docs/internals/runtime.md (*Synchronization*) draws the control flow."""
 
 from __future__ import annotations
 

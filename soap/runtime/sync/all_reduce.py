@@ -1,9 +1,5 @@
-"""All-reduces of gradients: one buffer per synchronization, which lives for the whole training.
-
-The gradients of shards that several devices own are views of the buffers. Autograd leaves a segment's contribution on the shard, in
-``.grad``. A hook moves it into the buffer at once, while it is still in the processor's cache. The gradient of a shard that one device owns
-stays where autograd adds it up.
-"""
+"""All-reduces of gradients: one buffer per synchronization, which lives for the whole training, and into which hooks move each contribution
+at once. The gradient of a shard that one device owns stays where autograd adds it up."""
 
 from __future__ import annotations
 

@@ -1,10 +1,5 @@
-"""Dense parameters on servers: readers push the gradients of their copies, servers add these up, and readers pull the updated values.
-
-Each partition of a region is a shard of its server. With local aggregation, the readers of a host push and pull through their leader.
-
-Where servers send each value back as soon as they have updated it, a reader receives it while its backward pass goes on: straight into its
-copy, which nobody reads any more once its gradient is complete.
-"""
+"""Dense parameters on servers: readers push the gradients of their copies, servers add these up, and readers pull the updated values. Each
+partition of a region is a shard of its server. With local aggregation, the readers of a host push and pull through their leader."""
 
 from __future__ import annotations
 

@@ -1,9 +1,5 @@
-"""Updating only the rows of a table that have gradients, with any torch optimizer whose update is elementwise.
-
-*Exact* (the default): rows without gradient are skipped if a zero gradient changes neither a row nor its state; otherwise the owner of the
-shard makes the gradient dense. *Lazy*: rows that a step does not look up keep their values and state, whatever the optimizer; step counters
-still advance for the whole table.
-"""
+"""Updates only the rows of a table that have gradients, with any torch optimizer whose update is elementwise. *Exact*: rows are skipped
+only where a zero gradient changes neither them nor their state. *Lazy*: rows that a step does not look up always keep both."""
 
 from __future__ import annotations
 

@@ -1,9 +1,5 @@
-"""The seam between a step and the methods that synchronize parameters: one rank's part of a method, and how it is found.
-
-A method does three things. It says which exchanges each synchronization needs in which phase of a step. It starts them when the program
-reaches them (or earlier, see ``early_start``). After a step's last micro-batch it has the gradients of the shards that this rank owns.
-Programs and steps walk over ``Plan.syncs`` and never ask for a method's name.
-"""
+"""The seam between a step and the methods that synchronize parameters: one rank's part of a method, and how it is found. Programs and steps
+walk over ``Plan.syncs`` and never ask for a method's name."""
 
 from __future__ import annotations
 

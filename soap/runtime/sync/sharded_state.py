@@ -1,13 +1,8 @@
 """Sharded optimizer states: gradients are reduce-scattered to the readers that own parts, updated values are all-gathered from them.
 
-Large parts travel from where they lie to where they belong: gradients from the tensors that autograd has made, values from copy to copy.
-Small ones are collected in a buffer, ordered by owner, and travel together (``shards``). Owners add up what they get in the order of the
-readers, so that equal runs give equal bits. Both exchanges are messages between all pairs: gloo's own reduce-scatter moves twice the bytes.
-Between accelerators both are collectives of equal parts (``plan.syncs.even_parts``), which add up on the way: the buffer then has room for
-as much of each owner as of the one that owns most.
-
-If each host has a copy in parts, both stay inside hosts, and the holders of the same parts all-reduce their sums in between: ``collect``
-scatters, ``synchronize`` sums.
+Large parts travel from where they lie to where they belong; small ones are collected in a buffer, ordered by owner (``shards``). If each
+host has a copy in parts, both stay inside hosts, and the holders of the same parts all-reduce their sums in between: ``collect`` scatters,
+``synchronize`` sums. docs/internals/runtime.md (*Sharded states*) says more.
 """
 
 from __future__ import annotations

@@ -1,17 +1,5 @@
-"""Keeps what a rank frees as long as the holes between what it holds leave room for what comes next.
-
-Freed memory that is kept is there at once when it is allocated again; memory that went back to the system comes with pages that are cleared
-anew, one fault each. But kept memory has holes: a step whose tensors take 450 MB took 680 to 720 MB. Where a rank has room for that
-(``malloc.HOLES``), it keeps everything and looks no further. Where it has not, it looks between the actions of each step how much the
-process holds, and all that is free goes back (one call, ``malloc.give_back``) before too much would be held.
-
-A step does the same again and again, so what comes next is known from the steps before: by how much the process grows until the next look
-at most, when nothing is free, and how much it grew last, when what was free was used again. The first steps give back at each look, which
-shows the first of both, and what the process comes to in any case: up to a little above that nothing is lost by keeping.
-
-What counts is what the kernel says of the process: anonymous memory beyond what it had when its tensors were about to be made. So holes,
-kernels' workspaces and Python's own objects are part of it.
-"""
+"""Keeps what a rank frees as long as the holes between what it holds leave room for what comes next, which is known from the steps before;
+else all that is free goes back (docs/internals/runtime.md, *Memory*)."""
 
 from __future__ import annotations
 

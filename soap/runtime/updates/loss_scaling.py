@@ -1,9 +1,5 @@
 """Dynamic loss scaling, as ``torch.amp.GradScaler`` does it: float16 has no numbers below 6e-8, so that small gradients would be lost.
-
-The loss's gradient is ``scale`` instead of 1. Complete gradients are divided by it. If one of them, on any rank, is infinite or no number,
-all ranks leave the update out and take a smaller scale; after many updates without one, they take a larger scale. Ranks agree on it in the
-all-reduce of a single number, together with the norm if gradients are clipped (``plan.syncs.clipping``).
-"""
+Ranks agree in one all-reduce on whether all gradients are finite (docs/internals/runtime.md, *Loss scaling*)."""
 
 from __future__ import annotations
 

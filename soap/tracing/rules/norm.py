@@ -1,9 +1,5 @@
-"""Normalisation. Training batch norm is imported as two calls of our own, so that its statistics cover the whole batch.
-
-``batch_norm_statistics`` sums x and x² per channel: a sum over sample and space like any other, so that splitting them gives partial
-sums that are reduced; ``batch_norm_apply`` is pointwise. Backward through both is synchronized batch norm's backward by linearity.
-On request it is ``batch_norm_local`` instead: torch's own kernel on each tile, as DistributedDataParallel without SyncBatchNorm.
-"""
+"""Normalisation. Training batch norm is imported as two calls of our own, so that its statistics cover the whole batch: sums of x and x²
+per channel, and a pointwise application. On request it is ``batch_norm_local`` instead: torch's own kernel on each tile."""
 
 from __future__ import annotations
 
