@@ -60,8 +60,7 @@ def check_asked(cluster: str, profile_s: float | None, finalists: int | None, co
 
 
 def check_none_asked(profile_s: float | None, finalists: int | None) -> None:
-    """UsageError if the user has asked for measuring or running with several clusters. Plans that were run and plans that were only
-    predicted cannot be compared."""
+    """UsageError if measuring or running is asked for with several clusters: plans that were run do not compare with predicted ones."""
     for option, value in (("--profile", profile_s), ("--verify", finalists)):
         if value:
             raise UsageError(f"{option} with several --cluster, which are compared by predictions; expected one --cluster, or no {option}")

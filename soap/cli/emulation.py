@@ -104,8 +104,7 @@ def planned_bytes(simulation: Simulation, micro_batches: int) -> Mapping[str, in
 
 
 def crossed(hosts: Sequence[HostLimits], simulation: Simulation, micro_batches: int, measured: StepTimes) -> list[dict[str, Any]]:
-    """For each host, bytes in all timed steps as plain JSON values: counted by its network card, the share that is headers of frames,
-    and planned."""
+    """By host, bytes in all timed steps as plain JSON values: counted by its network card, the headers of frames, and planned."""
     planned, steps = planned_bytes(simulation, micro_batches), len(measured.times_ns)
     links = simulation.tasks.topology.links
 

@@ -32,8 +32,7 @@ def add_evaluation(parser: Parser) -> None:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """What is evaluated when training is over: ``steps`` batches of ``data``, by the program in the file ``model``, None: the one that
-    trains."""
+    """What is evaluated at the end: ``steps`` batches of ``data``, by the program in the file ``model``, None: the one that trains."""
 
     data: str
     steps: int

@@ -402,8 +402,7 @@ def _made(args: argparse.Namespace) -> tuple[nn.Module, Sequence[Any], Mapping[s
 
 
 def loss_field(name: str) -> Callable[[Any], Any]:
-    """Takes this part of a module's output: attributes, keys and numbers with dots between them, such as ``loss``, ``1``, ``out.0``.
-    ModelError if there is none."""
+    """Takes a part of a module's output by attributes, keys and numbers: ``loss``, ``1``, ``out.0``. ModelError if there is none."""
 
     def take(output: Any) -> Any:
         found = output

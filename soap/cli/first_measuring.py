@@ -53,8 +53,7 @@ DECIDING = "plans that may be chosen"
 
 @dataclass(frozen=True)
 class Aim:
-    """``sure``: nothing that could be measured changes the choice. ``todo``: what decides, the most valuable first; if the choice is sure,
-    what its prediction rests on."""
+    """``sure``: nothing measurable changes the choice. ``todo``: what decides, the most valuable first; else what a prediction rests on."""
 
     sure: bool
     todo: tuple[Wanted, ...] = ()

@@ -32,8 +32,7 @@ def check_inputs(args: argparse.Namespace) -> None:
 
 
 def _may_fit(devices: int, topology: Topology, args: argparse.Namespace) -> bool:
-    """Whether it is to be seen later if a strategy for so many devices fits: what this machine's devices are is measured, and
-    ``--what-if`` takes those of another cluster."""
+    """Whether it is seen later if a strategy for so many devices fits: where the cluster is measured, or ``--what-if`` takes another."""
     return devices == topology.device_count and (family(topology.name) is not None or hasattr(args, "what_if"))
 
 

@@ -12,8 +12,7 @@ from soap.search.layer_placement import LayerPlacement
 
 
 def document(placed: LayerPlacement, graph: OperatorGraph, topology: Topology) -> dict[str, Any]:
-    """Plain JSON values. ``best``: the best cut, whether or not it is taken; None if no tail keeps up and fits. ``first``: the operator
-    that it begins with."""
+    """Plain JSON values. ``best``: the best cut, taken or not; None if no tail keeps up and fits. ``first``: its first operator."""
     best = None
     if (cut := placed.best) is not None:
         best = {

@@ -121,8 +121,7 @@ def _check_is_there(args: argparse.Namespace, topology: Topology) -> None:
 
 
 def _measure(args: argparse.Namespace, topology: Topology, place: LinkPlace, todo: Sequence[Probe], store: Store) -> int | None:
-    """Measure; the number of probes, or None on ranks that do not report. Under torchrun all ranks take part, and rank 0 decides what
-    is left."""
+    """Measure; the number of probes, or None on ranks that do not report. Under torchrun all take part, and rank 0 decides what is left."""
     if not todo and not under_launcher(os.environ):
         return 0
     scale = emulation.asked_scale(args)

@@ -87,8 +87,7 @@ def add_reading(parser: Parser) -> None:
 
 
 def add_cluster(parser: Parser, note: str = "", *, several: bool = False) -> None:
-    """Add ``--cluster SPEC``. It is this machine by default, or None if ``note`` says what else. ``several``: it may be repeated, and its
-    value is a list, or None."""
+    """Add ``--cluster SPEC``, by default this machine, or None if ``note`` says what else. ``several``: its value is a list, or None."""
     action, default = "append" if several else "store", None if note else LOCAL
     parser.add_argument("--cluster", metavar="SPEC", default=default, action=action, help=f"{CLUSTER_HELP} ({note or f'default {LOCAL}'})")
     text = "measure this machine again, if the cluster is made of it: rates and links are measured once, failures kept for a day"

@@ -132,8 +132,7 @@ def facts(report: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 class Restarting:
-    """Trains a prepared job to its end. ``restarts``: those that were needed. ``say``: shows a line at once. ``spare``: a folder of plans
-    for fewer devices, or none."""
+    """Trains a prepared job to its end. ``restarts``: those needed. ``say``: shows a line. ``spare``: folder of plans for fewer devices."""
 
     def __init__(self, prepared: Prepared, most: int, start: Start, replan: Replan, say: Callable[[str], None], spare: str | None) -> None:
         self.prepared, self.restarts = prepared, list[Restart]()

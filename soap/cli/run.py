@@ -212,8 +212,7 @@ def prepare(args: argparse.Namespace, topology: Topology | None = None) -> tuple
 
 
 def start(job: Job, hosts: Sequence[HostLimits] = (), limit_s: float | None = None) -> Outcome | None:
-    """Run the job on all ranks, on emulated hosts if there are any. None under torchrun on all ranks but rank 0, which reports.
-    ``limit_s``: as for ``launch``."""
+    """Run the job on all ranks, on emulated hosts if there are any. None on ranks that do not report. ``limit_s``: as for ``launch``."""
     from soap.cli.training import train
 
     return on_ranks(job, hosts, train, job, limit_s)

@@ -249,8 +249,7 @@ def _read(args: argparse.Namespace, graph: OperatorGraph, topology: Topology) ->
 
 
 def _whole(simulation: Simulation | FoldedSimulation) -> Simulation:
-    """StrategyError if only two of many copies were simulated. An explanation is about tasks, and would have to simulate all devices
-    for each operator."""
+    """StrategyError if only two of many copies were simulated: an explanation would have to simulate all devices for each operator."""
     if isinstance(simulation, FoldedSimulation):
         raise StrategyError(
             f"--explain: {simulation.topology.device_count} devices in equal copies, of which two were simulated; expected a cluster small "

@@ -85,8 +85,7 @@ def _in_cluster_time(events: Sequence[MeasuredEvent], scale: float) -> list[Meas
 
 
 def not_as_priced(job: Job, scale: float) -> str:
-    """The options of a run that make its computations differ from those that costs are about; "" if there are none. ``scale``: of an
-    emulation."""
+    """The options of a run that make its computations differ from those priced; "" if there are none. ``scale``: of an emulation."""
     kind = run_kind(job.topology)
     emulated = family(job.topology.name) == EMULATED
     options = {

@@ -52,8 +52,7 @@ class Compressing:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """One computation. ``group``: the first group that needs it. ``tile``: None if it belongs to no operator. ``estimated_ns``: of all
-    its tiles together, by the roofline."""
+    """One computation. ``group``: the first that needs it. ``tile``: None without an operator. ``estimated_ns``: of all tiles together."""
 
     key: TileKey
     kind: str
@@ -200,8 +199,7 @@ def _needed(graph: OperatorGraph, topology: Topology, simulations: Sequence[Simu
 
 
 def _held(uses: Sequence[tuple[MemoryUse, int]]) -> int:
-    """Bytes of one device: what stays of each strategy, and the largest that one of them needs for a while. ``uses``: each with the most
-    that it needs at once."""
+    """Bytes of one device: what stays of each strategy, and the largest that one needs for a while. ``uses``: each with its most."""
     stay = [use.parameters + use.gradients + use.optimizer for use, _ in uses]
     return sum(stay) + max(max(0, most - own) for own, (_, most) in zip(stay, uses, strict=True))
 

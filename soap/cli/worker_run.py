@@ -171,8 +171,7 @@ RANKS_ALONE = (
 
 
 def refuse_rank_options(args: argparse.Namespace, further: Sequence[str], said: str, who: str) -> None:
-    """UsageError in one line for an option that was given, and is in ``RANKS_ALONE`` or ``further``, as ``said``; and if ``who`` should
-    compute on GPUs."""
+    """UsageError for an option in ``RANKS_ALONE`` or ``further`` that was given, as ``said``; and if ``who`` should compute on GPUs."""
     asked = [name for name in (*RANKS_ALONE, *further) if getattr(args, name, None)]
     asked += ["accumulate"] if args.accumulate > 1 else ["warm_up"] if args.warm_up != (0, 0) else []
     if asked:

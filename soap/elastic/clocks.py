@@ -106,8 +106,7 @@ class Clocks:
         own.started += 1
 
     def finished(self, worker: Hashable, *, pushed: bool = True) -> None:
-        """A worker has finished a minibatch. ``pushed``: servers have it, too; else the method ``pushed`` says when they have its wave.
-        ElasticError if it has begun none."""
+        """A worker has finished a minibatch. ``pushed``: servers have it, too. ElasticError if it has begun none."""
         own = self._of(worker)
         if own.finished == own.started:
             raise ElasticError(f"worker {worker!r} finishes a minibatch that it has not begun; call started first")

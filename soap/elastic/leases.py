@@ -201,8 +201,7 @@ class Ledger:
 
 @dataclass(frozen=True)
 class Steps:
-    """An epoch of so many ``leases``, of which as many as there are ``workers`` are a step, one after the other; the last step of an epoch
-    may have fewer."""
+    """An epoch of so many ``leases``; as many as there are ``workers``, one after the other, are a step, the last perhaps of fewer."""
 
     leases: int
     workers: int

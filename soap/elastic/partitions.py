@@ -53,8 +53,7 @@ class Partition:
 
 
 def cut(parameter: str, shape: Sequence[int], parts: int, axis: int = 0) -> tuple[Partition, ...]:
-    """A parameter in so many cells along an axis; the first ones are one longer where it does not divide. ElasticError in one line for
-    more cells than positions."""
+    """A parameter in so many cells along an axis, the first ones perhaps longer by one. ElasticError for more cells than positions."""
     size = shape[axis] if 0 <= axis < len(shape) else 1
     if not 1 <= parts <= max(1, size):
         raise ElasticError(f"{parts} partitions of {parameter!r}, which has {size} along axis {axis}; expected 1 to {max(1, size)}")

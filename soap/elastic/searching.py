@@ -45,8 +45,7 @@ class Choice:
 
 
 class PlanSpace:
-    """``batch``: of a lease; None: workers share the samples that the graph is for. ElasticError in one line if there is no plan: no table,
-    or one machine alone."""
+    """``batch``: of a lease; None: workers share the graph's samples. ElasticError if there is no plan: no table, or one machine alone."""
 
     def __init__(self, graph: OperatorGraph, topology: Topology, batch: int | None, consistency: Consistency) -> None:
         self._graph, self._topology, self._batch, self._consistency = graph, topology, batch, consistency
@@ -76,8 +75,7 @@ class PlanSpace:
                     yield from self._legal(Choice(servers, partitions, axes))
 
     def alike(self) -> Iterator[Choice]:
-        """Those whose tables are all cut along one axis, as far as they can be, and whose servers are all of a kind before any of the
-        next."""
+        """Those whose tables are cut along one axis, as far as they can be, and whose servers fill one kind before the next."""
         for servers in self._filled():
             for partitions in self._partitions(servers):
                 ways = [tuple(self._axes(table, partitions)[way] for table in self.tables) for way in (0, -1)]

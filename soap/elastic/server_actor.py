@@ -67,8 +67,7 @@ class Keeping:
 
 
 class Server:
-    """In an actor. ``host``: the address to listen on; None: that by which Ray knows this machine. ``steps``, ``initial``: see
-    ``Keeping.store``."""
+    """In an actor. ``host``: the address to listen on; None: Ray's of this machine. ``steps``, ``initial``: see ``Keeping.store``."""
 
     def __init__(
         self,

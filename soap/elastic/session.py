@@ -70,8 +70,7 @@ class Session:
         return [] if self.keeper is None else [self.keeper, *descendants(self.keeper)]
 
     def check_listeners(self) -> None:
-        """ElasticError if a process of our own cluster listens on any other interface, or Ray does in this one. Actors listen as soon as
-        they run."""
+        """ElasticError if a process of our own cluster, or Ray in this one, listens elsewhere. Actors listen as soon as they run."""
         found = {*listeners(self.processes), *listeners([os.getpid()])} - self.before
         wanted = ip_address(self.interface)
         others = {at for at in found if at.address != wanted and not (self.everywhere and at.address.is_unspecified)}
@@ -346,8 +345,7 @@ def _end(keeper: subprocess.Popen[str], folder: Path) -> None:
 
 
 def _remove_leftovers() -> None:
-    """Remove folders of this user whose keepers were killed, and end what still writes there: two of Ray's agents do not notice that they
-    are alone."""
+    """Remove this user's folders whose keepers were killed, and end what still writes there: two of Ray's agents go on alone."""
     for root in {tempfile.gettempdir(), "/tmp"}:
         for lock in Path(root).glob(f"{PREFIX}*/{LOCK}"):
             with suppress(OSError):

@@ -149,8 +149,7 @@ def _sum(gradients: Sequence[Gradient]) -> Gradient:
 
 
 def check_optimizer(make: OptimizerFactory, shape: tuple[int, ...]) -> None:
-    """ElasticError in one line unless the update of an element depends on the element's own gradients alone, so that a parameter's cells
-    may be updated each by itself."""
+    """ElasticError in one line unless the update is elementwise, so that a parameter's cells may be updated each by itself."""
     tried = try_optimizer(Recipe(make).layout({"cell": shape}), {"cell": shape})
     if tried.whole:
         raise ElasticError(

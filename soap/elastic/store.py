@@ -210,8 +210,7 @@ class DurableShard:
         write_ahead.forget(self.folder, snapshots.keep_latest(self.folder))
 
     def look_up(self, lookups: Lookups, step: int = 0) -> tuple[int, Tensor]:
-        """(version, sums): what ``arithmetic.forward`` gives of the cell's rows, with the updates of the steps before ``step``, if they are
-        those of steps."""
+        """(version, sums): what ``arithmetic.forward`` gives of the cell's rows, with the updates of the steps before ``step``."""
         self.check_lookups(lookups)
         with self.shard.lock:
             self._bring_to(step)

@@ -67,8 +67,7 @@ class OfDataset:
 
 @dataclass(frozen=True)
 class Source:
-    """The model as every process of a run loads it: a file or a zoo model; ``seed``: of what it draws (dropout). ``reading``: further
-    arguments of ``load_model``."""
+    """The model as every process of a run loads it. ``seed``: of what it draws (dropout). ``reading``: more arguments of ``load_model``."""
 
     spec: str
     dtype: str | None = None

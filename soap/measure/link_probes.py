@@ -21,8 +21,7 @@ from soap.plan.delivery import SMALLEST_EXCHANGE
 
 @dataclass(frozen=True, slots=True)
 class AlphaBeta:
-    """Time of ``alpha_seconds`` for no bytes, and ``beta_seconds_per_byte`` more for each byte. ``deviation``: the median of |fit /
-    measured - 1|."""
+    """A time of ``alpha_seconds``, and ``beta_seconds_per_byte`` more a byte. ``deviation``: the median of |fit / measured - 1|."""
 
     alpha_seconds: float
     beta_seconds_per_byte: float
@@ -217,8 +216,7 @@ def scales_of(timings: Sequence[LinkTiming]) -> list[float]:
 
 
 def is_enough(topology: Topology, timings: Sequence[LinkTiming]) -> bool:
-    """Whether predictions can use them: all messages and exchanges were measured, from which the links' figures follow, and also those
-    within steps, all at one scale."""
+    """Whether predictions can use them: all messages and exchanges were measured, and also those within steps, all at one scale."""
     known = {timing.probe for timing in timings}
     complete = all(probe in known for probe in probes_for(topology) if probe.operation in NEEDED)
     return complete and len(scales_of(timings)) == 1

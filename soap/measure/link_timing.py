@@ -54,8 +54,7 @@ from soap.tracing.model import TileContext
 
 
 class _Block(NamedTuple):
-    """Operands of one part of a tile's work. Several kinds of calls are mixed: with a single kind the processor would still have the
-    code at hand after a wait."""
+    """Operands of one part of a tile's work, of mixed kinds of calls: of a single kind the code would be at hand after a wait."""
 
     weights: list[torch.Tensor]
     image: torch.Tensor
@@ -385,8 +384,7 @@ def _timed(comm: Communicator, once: Callable[[], None], before: Callable[[], No
 
 
 def _busy_seconds() -> float:
-    """Seconds that this process has computed so far, including the backend's threads; of a device of an emulated cluster without these,
-    which work beside it."""
+    """Seconds that this process has computed so far, with the backend's threads, except on a device of an emulated cluster."""
     paced = clock.busy_ns()
     return time.process_time() if paced is None else paced / 1e9
 

@@ -36,8 +36,7 @@ class PeakMemory:
 
 
 class Change(NamedTuple):
-    """Memory that is allocated (``size_bytes`` above 0) or freed at a moment. ``call``: the innermost call of an operator at that
-    moment, -1 for none."""
+    """Memory allocated (``size_bytes`` above 0) or freed. ``call``: the innermost call of an operator at that moment, -1 for none."""
 
     time_ns: int
     address: int

@@ -24,8 +24,7 @@ class Gain:
 
 
 def gain(usual_ns: Sequence[int], other_ns: Sequence[int]) -> Gain:
-    """The other strategy's gain over the usual one, from times of the same rounds. ValueError unless there are equally many of both, at
-    least 1."""
+    """The other strategy's gain over the usual one, from times of the same rounds. ValueError unless both have equally many."""
     ratios = sorted(usual / max(1, other) for usual, other in zip(usual_ns, other_ns, strict=True))
     if not ratios:
         raise ValueError("no times; expected those of one round at least")

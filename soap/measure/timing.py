@@ -50,8 +50,7 @@ class Clock(Protocol):
 
 @dataclass(slots=True)
 class CpuClock:
-    """``share``: the part of the time that each process gets; less than 1 if there are more processes than cores. The time for reading
-    the clock is taken off."""
+    """``share``: each process's part of the time, below 1 with more processes than cores. The time for reading the clock is taken off."""
 
     threads: int = 1
     share: float = 1.0

@@ -74,8 +74,7 @@ def time_runtime(device: torch.device, threads: int = 1, share: float = 1.0) -> 
 
 
 def timed(action: Callable[[], Any], device: torch.device, threads: int, share: float, parts: int) -> Sample:
-    """Time of an action of so many equal parts, a part each: blocks of calls, long enough beside the clock's resolution; torch's benchmark
-    finds the number of calls."""
+    """Time of an action of so many equal parts, a part each, in blocks of calls that are long beside the clock's resolution."""
 
     clock = clock_for(device, threads, share, ahead=False)
     action()
@@ -149,8 +148,7 @@ def matrix_of(elements: int) -> tuple[int, int]:
 def time_compression(
     how: Compression, work: Work, elements: int, peers: int, device: torch.device, threads: int = 1, share: float = 1.0
 ) -> Sample:
-    """Time of one work on a gradient of so many elements (a power of two), as one of so many peers. On a processor the caches are cold, as
-    behind a backward pass."""
+    """Time of one work on a gradient of so many elements, a power of two, with so many peers; on processors with cold caches."""
     step = _step(how, work, matrix_of(elements), peers, device)
     step()
     if device.type == "cuda":

@@ -158,8 +158,7 @@ class Partitioner:
         return self._costs[key]
 
     def _chain(self, costs: StageCosts, groups: StageGroups, kept: Sequence[int], in_flight: int) -> Chain:
-        """With the copies of parameters that so many minibatches in flight need, and what passes between stages. ``kept``: see
-        ``kept_minibatches``."""
+        """With the copies of parameters for so many minibatches in flight, and what passes between stages. ``kept``: by stage."""
         copies = np.full(len(costs.trained_bytes), parameter_copies(in_flight))
         for (device,), kind in zip(groups.devices, groups.kinds, strict=True):
             if self.topology.devices[device].type.kind == "cpu":

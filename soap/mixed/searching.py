@@ -96,8 +96,7 @@ class Finder:
         return Found(allocation, plans, most, self._simulated(allocation, plans))
 
     def best(self, more: Iterable[Allocation] = ()) -> Found:
-        """The best of all: of the policies that suit the cluster, the most promising other divisions, and ``more``. ElasticError if nothing
-        fits."""
+        """The best of all: the policies that suit the cluster, the most promising divisions, and ``more``. ElasticError if nothing fits."""
         candidates = [*policies(self._topology), *more, *self.promising()]
         return max(fitting((self, own) for own in candidates), key=lambda own: own.steady.samples_per_second)
 
@@ -107,8 +106,7 @@ class Finder:
         return [own for rate, _, own in islice(sorted(rated, key=lambda one: one[:2]), most) if rate < 0]
 
     def allowed_rate(self, allocation: Allocation) -> float:
-        """Minibatches per second of all workers if the slowest stages or messages of the slowest worker alone held them up; 0 if one does
-        not fit."""
+        """Minibatches per second of all workers if nothing but the slowest stage or message held them up; 0 if one does not fit."""
         slowest_ns = 0
         for devices in allocation.workers:
             own = [plan for plan in (self._partitioner.plan(devices, count) for count in (len(devices), 1)) if plan is not None]

@@ -26,8 +26,7 @@ class Placement:
 
 
 def placed(topology: Topology, allocation: Allocation, plans: Sequence[WorkerPlan]) -> Placement:
-    """Where the parameters of these stages are. ElasticError if they are to be beside stages that are on different hosts, or cut otherwise,
-    in different workers."""
+    """Where these stages' parameters are. ElasticError if they are to be on their stage's host, and workers' stages differ in that."""
     hosts = sorted({topology.devices[stage.device].host for plan in plans for stage in plan.stages})
     if not allocation.local:
         return Placement(tuple(tuple(_even(stage.parameter_bytes, hosts) for stage in plan.stages) for plan in plans))

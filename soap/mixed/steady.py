@@ -274,8 +274,7 @@ def simulate(
     most_minibatches: int = MOST_MINIBATCHES,
     most_tasks: int = MOST_TASKS,
 ) -> MixedSteady:
-    """The steady state of these workers, with minibatches of ``batch`` samples. ``bound``: D, in waves; None for none. ``delays``: of each
-    stage by itself."""
+    """The steady state of these workers. ``batch``: samples of a minibatch. ``bound``: D, in waves, or None. ``delays``: of each stage."""
     wave = plans[0].in_flight
     reach = 0 if bound is None else LEADS * (bound + 2) * wave
     minibatches = _whole(min(max(FIRST_MINIBATCHES, reach), most_minibatches), wave)

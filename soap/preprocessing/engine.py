@@ -221,8 +221,7 @@ class _Run:
         ]
 
     def _step(self, tasks: Sequence[Task], *, apart: bool = False) -> list[Done]:
-        """Do the tasks of a step; what they did, in the order of the tasks, whichever ended first. ``apart``: each on any node, not all of
-        a unit on one."""
+        """Do the tasks of a step; what they did, in the order of the tasks. ``apart``: each on any node, not all of a unit on one."""
         if not tasks:
             return []
         if self.begun is not None:
@@ -247,8 +246,7 @@ def cut(unit: Unit, spec: Spec, size: int, chunk_bytes: int, options: Options) -
 
 
 def spread_over(groups: Sequence[Sequence[Task]], nodes: int) -> list[list[Task]]:
-    """Each group's tasks to the node that has the least so far, the largest first (Graham 1969: at most 4/3 of the best). A node's own
-    keep their order."""
+    """Each group's tasks to the node with the least so far, the largest first (Graham 1969). A node's own keep their order."""
     sizes = [sum(max(1, task.size) for task in group) for group in groups]
     node_of, filled = [0] * len(groups), [0] * nodes
     for number in sorted(range(len(groups)), key=lambda one: -sizes[one]):

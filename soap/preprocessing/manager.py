@@ -32,8 +32,7 @@ MARGIN = 1.15
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """At most ``units`` at once, ``chunks`` of each, and ``tasks`` in all. ``why``: what binds. ``pressed``: memory is so short that a task
-    should be taken back."""
+    """At most ``units`` at once, ``chunks`` of each, ``tasks`` in all. ``why``: what binds. ``pressed``: a task should be taken back."""
 
     units: int
     chunks: int

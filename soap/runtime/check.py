@@ -200,8 +200,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """What a check found. ``compared``: number of tensors over all steps. ``worst``: the largest difference that does not agree, or else
-    the largest of all."""
+    """What a check found. ``compared``: tensors over all steps. ``worst``: the largest difference, of those that do not agree if any."""
 
     steps: int
     compared: int

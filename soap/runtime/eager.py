@@ -84,8 +84,7 @@ def _module_hooks(module: nn.Module) -> list[str]:
 
 
 def _from_a_run(example: Example, names: Sequence[str] | None) -> tuple[list[str], list[str]]:
-    """(autograd.Functions, hooks on tensors) of a forward pass. If the gradient of the parameter passes through some of these functions,
-    only these are listed."""
+    """(autograd.Functions, hooks on tensors) of a forward pass; only those through which the parameter's gradient passes, if any."""
     module = example.module
     with untouched(module), _noted_hooks() as hooks, torch.enable_grad():
         owners = _Owners(example)
@@ -428,8 +427,7 @@ def _share(error: float) -> str:
 
 
 def eager_step(example: Example, exported: ExportedProgram, *, follows: bool = False) -> _Step:
-    """Loss, gradients and buffers of one step of the module itself, which does not change it. ``follows``: as its second step, with what
-    its first leaves in Python's state."""
+    """Loss, gradients and buffers of one step of the module, which stays as it is. ``follows``: as its second step, with Python's state."""
     module, canonical = example.module, canonical_names(exported.state_dict)
     beside, drawn, running = {"self": example.model, "loss": example.loss}, _drawn(), _as_eager(type(example.model).__name__)
     with untouched(module, changed_parameters(exported), beside) as put_state_back, torch.enable_grad(), running:

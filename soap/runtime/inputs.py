@@ -27,8 +27,7 @@ class PartBatch:
 
     @classmethod
     def cut(cls, inputs: Sequence[torch.Tensor], samples: Mapping[str, Samples]) -> PartBatch:
-        """The part of a whole batch that is at hand. ``samples``: what ``Trainer.samples`` gives for its size. Copies, so that the whole
-        batch can go."""
+        """Copies of the part of a whole batch that is at hand. ``samples``: what ``Trainer.samples`` gives for its size."""
         own = tuple(taken(tensor, read) for tensor, read in zip(inputs, samples.values(), strict=True))
         return cls(own, next((read.size for read in samples.values() if read.dim is not None), 0))
 

@@ -155,8 +155,7 @@ Numbers = Mapping[int, int]
 
 @dataclass(frozen=True)
 class Alike:
-    """What the parts of all ranks have alike: fields of the program, and of its plan. Shards and synchronizations without uses.
-    ``used_alike``: see ``PlanParts``."""
+    """What the parts of all ranks have alike: fields of program and plan, shards and synchronizations without uses (``used_alike``)."""
 
     shards: tuple[Shard, ...]
     syncs: tuple[ShardSync, ...]

@@ -125,8 +125,7 @@ class BatchSizes:
             self._model(part.shapes)
 
     def of(self, shapes: Shapes | None = None) -> SizedProgram:
-        """The program for a batch whose inputs have these shapes; None: the model's own. Called on all ranks at once when a size first
-        occurs."""
+        """The program for inputs of these shapes; None: the model's own. Called on all ranks at once when a size first occurs."""
         shapes = self._own if shapes is None else shapes
         if shapes not in self._sizes:
             self._sizes[shapes] = self._compile(self._model(shapes))

@@ -278,8 +278,7 @@ class Trainer:
         self.comm.traffic = counted
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """Full gradients of the last step by canonical name, on rank 0 (empty elsewhere); called on all ranks at once. Parameters without
-        gradient are left out."""
+        """Full gradients of the last step by canonical name, those that there are, on rank 0 (else empty); called on all ranks at once."""
         wanted = sorted(self.plan.synchronized)
         full: dict[str, torch.Tensor] = {}
         for name in dict.fromkeys(self.plan.shards[shard].parameter for shard in wanted):

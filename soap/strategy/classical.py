@@ -157,8 +157,7 @@ def sparse_allgather(graph: OperatorGraph, topology: Topology) -> Strategy:
 
 
 def zero1(graph: OperatorGraph, topology: Topology) -> Strategy:
-    """Data parallelism in which each device owns a part of every parameter, and alone keeps the optimizer's state for it: Rajbhandari et
-    al., "ZeRO", SC 2020."""
+    """Data parallelism in which each device owns a part of every parameter and its optimizer's state: Rajbhandari et al., "ZeRO", 2020."""
     return data_parallel(graph, topology).with_changes(parameters=synchronized(graph, SHARDED_STATE, sparse=False))
 
 

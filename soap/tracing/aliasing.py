@@ -175,8 +175,7 @@ def changed_together(node: torch.fx.Node) -> tuple[Target, list[torch.fx.Node]] 
 
 
 def changed_by(node: torch.fx.Node) -> torch.fx.Node | None:
-    """The node whose tensor a call changes: its first argument, or the one passed as ``out``. Calls that change other arguments are
-    refused."""
+    """The node whose tensor a call changes: its first argument, or ``out``. Calls that change other arguments are refused."""
     target = node.target
     assert isinstance(target, torch._ops.OpOverload)
     writes = [a for a in target._schema.arguments if a.alias_info is not None and a.alias_info.is_write]

@@ -60,8 +60,7 @@ MAX_ARCHIVE_ENTRIES = 1_000_000
 
 
 def plain_archive(path: Path) -> tuple[io.BytesIO, MappedWeights]:
-    """The archive's content, checked and rewritten, and the weights that it lacks therefore. ModelError in one line if loading it could run
-    code."""
+    """The archive's content, checked and rewritten, and the weights that it lacks therefore. ModelError if loading could run code."""
     if not path.is_file() or not zipfile.is_zipfile(path):
         raise ModelError(f"model file {str(path)!r} is not a .pt2 archive; expected a file that torch.export.save wrote")
     try:

@@ -39,8 +39,7 @@ class Change:
 
 
 class BufferChanges:
-    """Changes in the order of the program. ``nodes``: the graph's placeholders of buffers and frozen parameters, with their state-dict
-    names."""
+    """Changes in the order of the program. ``nodes``: placeholders of buffers and frozen parameters, with their state-dict names."""
 
     def __init__(self) -> None:
         self.nodes: dict[torch.fx.Node, str] = {}

@@ -66,8 +66,7 @@ class Example:
         return found.reshape(())
 
     def widened(self) -> Example | None:
-        """The same in float64, with copies of all values, and with the hooks on parameters, which copies lack; None if hooks take
-        gradients as soon as they are there."""
+        """The same in float64, with copies of all values and hooks on parameters; None if hooks take gradients as soon as they come."""
         if any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in self.module.parameters()):
             return None
         model, loss = copy.deepcopy((self.model, self.loss if isinstance(self.loss, nn.Module) else None))
@@ -84,8 +83,7 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _others(tensor: torch.Tensor) -> torch.Tensor:
-    """Smaller numbers; whole ones in another order, which are as good indices, except in one dimension: lengths and borders have an
-    order."""
+    """Smaller numbers; whole ones in another order, as good indices, except in one dimension: lengths and borders have an order."""
     if tensor.is_floating_point() or tensor.is_complex():
         return tensor.detach() * 0.75
     return tensor.flip(-1) if tensor.dim() > 1 and tensor.dtype is not torch.bool else tensor.clone()

@@ -25,8 +25,7 @@ _ROW_BY_ROW = _SAME_ELEMENTS | {
 
 
 def unsort_experts(program: Program) -> None:
-    """Replace rows that were sorted by expert and brought back by unsorted rows, in place. Nothing is changed if that would make the
-    products larger."""
+    """Replace rows that were sorted by expert and brought back by unsorted rows, in place, unless that would enlarge the products."""
     for name in [call.name for call in program.calls if call.kind in ("sort", "argsort")]:
         call = next((call for call in program.calls if call.name == name), None)
         choices = 0 if call is None else _choices(program, call)

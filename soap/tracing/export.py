@@ -221,8 +221,7 @@ def traced(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dyn
 
 
 def _mended_lstms() -> AbstractContextManager[None]:
-    """Correct torch 2.11, which gives the states of a traced LSTM a dimension too many (``squeeze(1)``, which became ``squeeze(0)``
-    later)."""
+    """Correct torch 2.11, which gives the states of a traced LSTM a dimension too many (``squeeze(1)``, later ``squeeze(0)``)."""
 
     def make(original: Any) -> Any:
         def mended(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:

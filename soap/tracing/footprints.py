@@ -489,8 +489,7 @@ class TrialMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tensor
 
     def leave_out(self, tensors: Iterable[torch.Tensor]) -> int:
-        """Leave these tensors out: they are counted elsewhere. If they keep something larger alive of which they are parts, the rest
-        counts, in so many bytes."""
+        """Leave these tensors out: they are counted elsewhere. If they are parts of something larger that they keep, the rest counts."""
         room: dict[int, int] = {}
         for tensor in tensors:
             storage = tensor.untyped_storage()

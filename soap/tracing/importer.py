@@ -103,8 +103,7 @@ def import_program(
 
 
 def _unchanged(exported: ExportedProgram, program: Program, graph: OperatorGraph, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-    """The entries of the state dict that training does not change: neither parameters of the graph nor buffers that are updated. One of
-    several names is one tensor."""
+    """The entries of the state dict that training does not change. One of several names is one tensor."""
     changed = {*(t.name for t in graph.parameters), *graph.aliases, *program.buffers}
     first = {name: one for name, one in canonical_names(exported.state_dict).items() if name not in changed}
     made = {one: _converted(exported.state_dict[one], dtype) for one in dict.fromkeys(first.values())}

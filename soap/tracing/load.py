@@ -255,8 +255,7 @@ def read_pt2(path: Path) -> tuple[ExportedProgram, ExportRecord]:
 
 
 def _blocks_without_results() -> AbstractContextManager[None]:
-    """Mend a block under ``no_grad`` without results, because it only changes buffers. Torch saves it but refuses to load it: the node
-    lacks a value."""
+    """Mend a block under ``no_grad`` without results, as it only changes buffers: torch saves it without a value, and cannot load it."""
 
     def make(original: Any) -> Any:
         def mended(self: Any, serialized: Any, node: torch.fx.Node) -> None:

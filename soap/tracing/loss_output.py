@@ -84,8 +84,7 @@ def _has_floats(value: Any) -> bool:
 
 
 def loss_position(exported: ExportedProgram) -> int:
-    """The number of the output that is the loss: the one called so, else the first. ModelError in one line, with the others that may be
-    meant, if a loss cannot be it."""
+    """The number of the output that is the loss: the one called so, else the first. ModelError, with other candidates, if it cannot be."""
     outputs = outputs_of(exported)
     if not outputs:
         raise ModelError("the program returns no tensor; expected the scalar training loss as output")
@@ -99,8 +98,7 @@ def loss_position(exported: ExportedProgram) -> int:
 
 
 def which_loss(exported: ExportedProgram) -> tuple[str, str]:
-    """In words which output is the loss, of a program that returns more; and, if that is not certain, what else it may be. ModelError in
-    one line if it cannot be trained."""
+    """In words which of several outputs is the loss; if that is not certain, what else it may be. ModelError if it cannot be trained."""
     outputs, position = outputs_of(exported), loss_position(exported)
     names = exported.graph_signature.parameters
     if not outputs[position].trains and any(exported.state_dict[name].requires_grad for name in names):

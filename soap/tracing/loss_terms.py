@@ -92,8 +92,7 @@ def _part(made: DimMap, needed: DimMap, size: int) -> DimMap:
 
 
 def _inputs(program: OperatorProgram, steps: Sequence[ProgramStep]) -> tuple[tuple[str, Maps], ...] | None:
-    """The inputs as changed calls read them, in the order of the operator's; None if two calls that have read one region now read two, or
-    if a parameter is read otherwise."""
+    """The inputs as changed calls read them, in the operator's order; None if one is read in two ways, or a parameter otherwise."""
     changed: dict[tuple[str, Maps], Maps] = {}
     for before, after in zip(program.steps, steps, strict=True):
         for name, old, new in zip(before.call.operands, before.operands, after.operands, strict=True):

@@ -128,8 +128,7 @@ class TracedModel(Protocol):
         """The scalar loss by running the whole exported program in this process, call by call: the oracle for checks. Differentiable."""
 
     def end_step(self, context: TileContext) -> None:
-        """Update the buffers: by the statistics that this rank's tiles have noted, to the state that they have found, and step
-        counters; once per rank and training step."""
+        """Update the buffers by noted statistics, found state and step counters; once per rank and training step."""
 
     def resized(self, shapes: Sequence[Sequence[int]]) -> TracedModel:
         """The same model for inputs of these shapes, without parameters. ModelError in one line if it cannot be traced for them."""
@@ -139,8 +138,7 @@ class TracedModel(Protocol):
         ModelError if it cannot be traced again."""
 
     def in_type(self, dtype: torch.dtype) -> TracedModel:
-        """This model with this type in place of all floating-point types that its calls name; itself if they name no other. ModelError
-        if it cannot be traced again."""
+        """This model with this type in place of all floating-point types that calls name. ModelError if it cannot be traced again."""
 
     def widened(self) -> TracedModel | None:
         """The same model in float64, without parameters, to judge rounding by; None if it cannot be traced again."""

@@ -40,8 +40,7 @@ _ITERATORS: tuple[type, ...] = (itertools.count, itertools.cycle, type(iter([]))
 
 
 class Memory:
-    """A snapshot of what ``roots`` (name -> object) held. ``values``: by path, as one writes it (``self.queue[3]``). ``codes``: of the
-    functions among it."""
+    """A snapshot of what ``roots`` (name -> object) held. ``values``: by path (``self.queue[3]``). ``codes``: of functions among it."""
 
     def __init__(self, roots: Mapping[str, Any]) -> None:
         self.values: dict[str, Any] = {}

@@ -243,8 +243,7 @@ class StageWork:
         self._asked, self._version, self._least = finished, values.version, values.version
 
     def run(self, evenly: Callable[[], None] | None = None) -> None:
-        """All minibatches, until this stage has done them and servers have its whole waves. ``evenly``: called when its threads are
-        there."""
+        """All minibatches, until servers have this stage's whole waves. ``evenly``: called when its threads are there."""
         threads, sending = self._threads(), self._inbox.thread("sent", self._outbox.wait_all)
         if evenly is not None:
             evenly()

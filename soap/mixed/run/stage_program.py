@@ -77,8 +77,7 @@ class StageProgram:
         return [name in self._differentiable for name in names]
 
     def forward(self, step: int, batch: Sequence[torch.Tensor], received: Sequence[torch.Tensor], values: torch.Tensor) -> Begun:
-        """Begin a minibatch. ``step``: from it follows what the model draws (dropout). ``values``: see ``Begun``; they must stay as they
-        are until the backward pass."""
+        """Begin a minibatch. ``step``: what the model draws follows from it. ``values``: see ``Begun``; they must stay as they are."""
         parts = torch.split(values.detach(), [prod(shape) for shape in self._shapes.values()])
         leaves = [part.view(shape).requires_grad_() for part, shape in zip(parts, self._shapes.values(), strict=True)]
         weights = {**dict(zip(self._shapes, leaves, strict=True)), **self._frozen}
@@ -92,8 +91,7 @@ class StageProgram:
         return Begun(values, leaves, came, [named[name] for name in self._stage.sends], made[-1] if self._last else None)
 
     def backward(self, begun: Begun, gradients: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """From the gradients of what was sent, those that have one, to the gradient of the parameters, end to end, and of what was
-        received."""
+        """From the gradients of what was sent to that of the parameters, end to end, and of what was received."""
         outputs = [own for own, has in zip(begun.sent, self.has_gradient(self._stage.sends), strict=True) if has]
         given = [*gradients]
         if begun.loss is not None:
@@ -122,8 +120,7 @@ def _buffers_of(calls: Sequence[Call]) -> list[str]:
 
 
 def _part(program: Program, wanted: Sequence[str], received: Sequence[str]) -> Program:
-    """The calls that make these values from what is received. Light calls that belong to no stage alone, such as those on constants, are
-    made in each that needs them."""
+    """The calls that make these values from what is received. Light calls of no stage, as on constants, are made wherever needed."""
     there = {*received}
     needed, calls = {name for name in wanted if name not in there}, list[Call]()
     for call in reversed(program.calls):

@@ -59,8 +59,7 @@ def kept_names(plan: Plan) -> dict[str, tuple[str, ...]]:
 def state_to_save(
     store: ShardStore, names: Mapping[str, tuple[str, ...]], kept: Mapping[int, Mapping[str, torch.Tensor]]
 ) -> Iterator[Region]:
-    """The regions that this rank saves: of shards whose first device it is. Shards without a state are saved as zeros. ``kept``: shard ->
-    name -> tensor."""
+    """The regions that this rank saves: of shards whose first device it is, zeros without a state. ``kept``: shard -> name -> tensor."""
     plan = store.plan
     for number, tensor in store.tensors.items():
         shard = plan.shards[number]
@@ -228,8 +227,7 @@ def read_state_dict(path: str | Path) -> dict[str, torch.Tensor]:
 
 
 def _regions_to_save(training: Training, known: rank_state.Known, buffers: Mapping[str, torch.Tensor]) -> list[Region]:
-    """The regions that this rank writes: shards whose first device it is. Rank 0 also writes what no rank owns, buffers, and the
-    optimizer's single numbers."""
+    """The regions that this rank writes: shards whose first device it is; rank 0 also what nobody owns, buffers, and single numbers."""
     plan, rank = training.plan, training.comm.rank
     regions = []
     for number, tensor in training.shards.tensors.items():
@@ -286,8 +284,7 @@ def _unchanged_to_read(training: Training, manifest: Manifest) -> dict[str, torc
 
 
 def _state_to_read(training: Training, manifest: Manifest) -> dict[tuple[int, str], Region]:
-    """(part, key) -> empty tensor for the optimizer's state of this rank's parts. CheckpointError if this plan cuts a parameter whose state
-    was saved for the whole."""
+    """(part, key) -> empty tensor for this rank's optimizer. CheckpointError if this plan cuts what was saved for the whole."""
     optimizer = training.optimizer
     mine = {id(p) for group in optimizer.param_groups for p in group["params"]} if optimizer is not None else set()
     found = {}

@@ -84,8 +84,7 @@ def begin(folder: str | Path, step: int) -> Path:
 
 
 def publish(temporary: Path, step: int, keep: int | None) -> Path:
-    """Give a fully written temporary folder its final name, then remove the checkpoints of all but the last ``keep`` steps. Returns the
-    final path."""
+    """Give a written folder its final name, then remove all checkpoints but those of the last ``keep`` steps. Returns its path."""
     folder = temporary.parent
     with _writing(folder):
         number = max((entry.number + 1 for entry in complete(folder) if entry.step == step), default=0)

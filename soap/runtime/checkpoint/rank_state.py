@@ -77,8 +77,7 @@ def states_of(comm: Communicator, store: ShardStore, gradients: Gradients) -> di
 
 
 def rank_state_to_save(store: ShardStore, known: Mapping[str, RankStates], gradients: Gradients) -> Iterator[Region]:
-    """The regions that this rank saves: those of its own places, and for shards whose first device it is zeros for places that have no
-    peer, and what is common."""
+    """The regions that this rank saves: its own places, as a shard's first device zeros for places without a peer, and what is common."""
     peers, states = _peers(store), _states(gradients)
     for number, tensor in store.tensors.items():
         shard = store.plan.shards[number]
@@ -269,8 +268,7 @@ _LOCAL_OPTIONS = frozenset(("params", "foreach", "fused", "capturable", "differe
 
 @dataclass
 class Known:
-    """The state of some parameters. ``optimizer``: its name. ``dtypes``: (parameter, key) -> dtype of a tensor. ``scalars``: (parameter,
-    key) -> value."""
+    """The state of some parameters. ``optimizer``: its name. ``dtypes``, ``scalars``: (parameter, key) -> a tensor's dtype, a value."""
 
     optimizer: str | None = None
     states: dict[str, ParameterState] = field(default_factory=dict)

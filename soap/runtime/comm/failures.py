@@ -114,8 +114,7 @@ def _among(error: BaseException, others: Sequence[BaseException]) -> bool:
 
 
 def _kind(error: BaseException) -> Kind:
-    """The kind of one error by itself. Backends raise plain RuntimeErrors, so only their wording tells; a user's own error may use some of
-    the same words."""
+    """The kind of one error by itself, by its words: backends raise plain RuntimeErrors. A user's own error may use the same words."""
     if isinstance(error, RankLost):
         return Kind.AFTERMATH
     if not (isinstance(error, dist.DistError) or type(error) is RuntimeError):

@@ -23,8 +23,7 @@ LEFT = "left"
 
 
 class Silence:
-    """For how long ranks have been silent, as one who waits has seen it: time in which nobody looked does not count, such as while all
-    ranks were stopped (Ctrl-Z)."""
+    """For how long ranks have been silent while somebody looked: time in which all ranks were stopped (Ctrl-Z) does not count."""
 
     def __init__(self) -> None:
         self._signs: dict[int, bytes] = {}
@@ -43,8 +42,7 @@ class Silence:
 
 
 class Signs:
-    """This rank's signs of life, until ``end``, and those of others. ``patience_s``: how long a rank may be silent. ``store``: the process
-    group's."""
+    """This rank's signs of life, until ``end``, and others'. ``patience_s``: how long a rank may be silent. ``store``: the group's."""
 
     def __init__(self, store: Any, rank: int, size: int, patience_s: float) -> None:
         self.store = store

@@ -57,8 +57,7 @@ class Momentum:
             sent.clear(kept)
 
     def decayed(self, kept: torch.Tensor, weight: torch.Tensor, decay: float) -> torch.Tensor:
-        """What momentum adds to weight decay, which itself is ``decay * weight``. ``kept``: its own momentum, which becomes that of the
-        next step."""
+        """What momentum adds to weight decay, itself ``decay * weight``. ``kept``: its own momentum, which becomes the next step's."""
         kept.mul_(self.factor)
         earlier = kept.clone()
         kept.add_(weight, alpha=decay)

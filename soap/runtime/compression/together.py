@@ -85,8 +85,7 @@ def joined(courses: Sequence[Course]) -> Joint:
 
 
 def _apart(received: torch.Tensor, sizes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-    """Ragged messages as they would have come for each shard alone. ``sizes``: by shard and rank; ``received``: rank by rank, and of each
-    rank shard by shard."""
+    """Ragged messages as for each shard alone. ``sizes``: by shard and rank; ``received``: rank by rank, and of each shard by shard."""
     if len(sizes) == 1:
         return [received]
     parts = torch.split(received, [size for rank in zip(*sizes, strict=True) for size in rank])

@@ -123,8 +123,7 @@ def in_order(entries: Iterable[Entry]) -> Iterator[Action]:
 def interleaved(
     plan: Plan, forward: Iterable[Entry], backward: Iterable[Entry], order: Sequence[int], turns: Sequence[int]
 ) -> list[Action]:
-    """The actions of both passes in the order of ``Plan.order``, those with a key below 0 before all others. ``order``: tiles forward.
-    ``turns``: by turn, its place there."""
+    """The actions of both passes in the order of ``Plan.order``, keys below 0 first. ``order``: tiles forward. ``turns``: their places."""
     own = [plan.rank(plan.tiles[tile], "F") for tile in order]
     entries = [((own[key[0]] if key[0] >= 0 else key[0], *key), action) for key, action in forward]
     last = max(turns, default=0)

@@ -79,8 +79,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A tile's parameter region. ``sole``: the piece that it equals; None if it has to be assembled. ``place``: its number among the
-    rank's distinct regions."""
+    """A tile's parameter region. ``sole``: the piece that equals it, or None. ``place``: its number among the rank's distinct regions."""
 
     tensor: str
     region: Region

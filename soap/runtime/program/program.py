@@ -85,8 +85,7 @@ def everyone_knows(plan: Plan, epilogue: LossEpilogue, number_sums: Sequence[Seq
 
 @dataclass(frozen=True)
 class Parted:
-    """``before``: actions of the forward pass. ``sums``: reductions that only the epilogue reads. ``behind``: the epilogue's own actions,
-    which run after the backward pass."""
+    """``before``: actions of the forward pass. ``sums``: reductions that only the epilogue reads. ``behind``: the epilogue's actions."""
 
     before: list[Action]
     sums: list[Action]

@@ -95,8 +95,7 @@ def _in_stages(plan: Plan, graph: OperatorGraph, places: Sequence[int], strategy
 
 
 def _places_of_others(graph: OperatorGraph, other: OperatorGraph) -> list[int]:
-    """For each operator of the other graph, the one of ``graph`` that reads the same parameters, else its namesake, else that of the
-    operator from which it reads."""
+    """For each operator of the other graph: that of ``graph`` with the same parameters, else its namesake, else that of what it reads."""
     readers = {name: position for name, uses in graph.parameter_users.items() for position, _ in uses[:1]}
     places: list[int] = []
     for op in other.operators:
@@ -160,8 +159,7 @@ def _with_new_uses(sync: ShardSync, shards: Sequence[Shard]) -> ShardSync:
 
 
 def _with_uses(old: Plan, plan: Plan) -> tuple[Shard, ...]:
-    """The old shards with the new plan's uses. Raises RuntimeFailure if a tile needs a region that its device neither owns nor gets from a
-    server."""
+    """The old shards with the new plan's uses. RuntimeFailure if a tile needs a region that its device neither owns nor is sent."""
     shards = old.shards
     readers = {number: sync.readers for sync in old.syncs for number in sync.shards}
     of_parameter: dict[str, list[int]] = {}

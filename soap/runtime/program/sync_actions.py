@@ -35,8 +35,7 @@ def before_forward(plan: Plan) -> Iterator[Action]:
 
 @dataclass(frozen=True)
 class Gathers:
-    """Where values are gathered for their uses: entries of the forward pass (keys as ``action_order.forward_entries`` has them), and of the
-    backward pass."""
+    """Where values are gathered for their uses: entries of the forward pass (keys as in ``forward_entries``), and of the backward pass."""
 
     forward: tuple[Entry, ...]
     backward: tuple[Entry, ...]

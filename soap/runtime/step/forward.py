@@ -41,8 +41,7 @@ from soap.tracing.products import Made, first_run, second_run
 
 
 class ForwardPass:
-    """The forward pass of one micro-batch; one method per action. ``given``: inputs and constants. ``on_host``: what tiles
-    offload. ``units``: first tile -> fused tiles."""
+    """The forward pass of a micro-batch, one method per action. ``given``: inputs and constants. ``units``: first tile -> fused tiles."""
 
     def __init__(
         self,
@@ -109,8 +108,7 @@ class ForwardPass:
             ]
 
     def recompute(self, segment: int) -> None:
-        """Run a segment's tiles a second time, so that autograd keeps what their backward pass needs. Parameters' values that are gathered
-        for it stay till then."""
+        """Run a segment's tiles again, so that autograd keeps what their backward pass needs. Gathered parameters stay till then."""
         for sync in self._prepared.needed.get((ActionKind.RECOMPUTE, segment), ()):
             self._values.need(sync)
         context, self.context = self.context, replace(self.context, update_buffers=False)

@@ -161,8 +161,7 @@ class Gradients:
         self.context.comm.finish_sends()
 
     def refresh(self, watch: Watch = watch_nothing) -> None:
-        """Send values that were updated or loaded to readers that keep copies of them, if ``serve`` has not sent them. Waits until all have
-        arrived."""
+        """Send new values to readers that keep copies of them, unless ``serve`` has sent them. Waits until all have arrived."""
         if not self._after_update:
             return
         for method in self._methods:

@@ -260,8 +260,7 @@ class StepState:
         return pending
 
     def gather_cells(self, own: torch.Tensor, whole: torch.Tensor, reduction: Reduction, name: str) -> Pending:
-        """Start an all-gather of a reduction's cells into ``whole`` on each of its devices. ``own``: this rank's cell, which is sent from
-        where it lies if it is contiguous."""
+        """Start an all-gather of a reduction's cells into ``whole`` on each of its devices. ``own``: this rank's cell."""
         places = [cut(whole, reduction.box, cell) for cell in reduction.cells]
         buffer, finish = land([place for place in places if place.numel()])
         sizes = [place.numel() for place in places]

@@ -452,8 +452,7 @@ def _handlers(forward: ForwardPass, backward: BackwardPass, gradients: Gradients
 
 
 def sync_schedule(program: Program, rank: int, early: bool = True, *, messages_apart: bool = False) -> SyncSchedule:
-    """When a rank's gradients are complete in one program. ``early`` False: every exchange waits for its own action. ``messages_apart``:
-    see ``Communicator``."""
+    """When a rank's gradients are complete. Not ``early``: each exchange waits for its own action. ``messages_apart``: ``Communicator``."""
     actions = part_of(program.interleaved or program.backward, rank)
     waiting = {action.subject for action in actions if action.kind in LAST_ONLY}
     contributions = {number: _contributions(program, rank, program.plan.syncs[number]) for number in waiting}
@@ -470,8 +469,7 @@ def _active(program: Program, rank: int, uses: Sequence[tuple[int, int]]) -> Ite
 
 
 def _followers(plan: Plan, actions: Sequence[Action], messages_apart: bool) -> dict[int, tuple[Key, ...]]:
-    """Segment -> the exchanges that a rank may start right after it, because they wait for nothing else and overtake nothing that must come
-    first."""
+    """Segment -> the exchanges that may start right after it: they wait for nothing else and overtake nothing that comes first."""
     collected = {action.subject for action in actions if action.kind is ActionKind.COLLECT}
 
     def starts(action: Action) -> bool:

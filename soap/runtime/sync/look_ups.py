@@ -68,8 +68,7 @@ def note_rows(
 def rows_for(
     number: int, own: RowsRead, asked: Asked, syncs: Mapping[int, RowSync], shards: ShardStore
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The compact table that a tile reads of a sparse parameter, shape (rows, ...), and the row numbers, ascending. ``syncs``: by position
-    in the plan."""
+    """The compact table (rows, ...) that a tile reads of a sparse parameter, and its row numbers, ascending. ``syncs``: by position."""
     if own.sole is not None:
         return syncs[own.sole].leaf(own.sole), syncs[own.sole].rows(own.sole)
     rows, region = asked[number, own.place], own.region

@@ -93,8 +93,7 @@ class Sharded(ShardedState):
         return False  # there was room
 
     def _add_up(self, scattered: Scattering) -> None:
-        """Others have begun to receive when theirs has come, so what this rank sends leaves soon: wait for that, too, so that its memory is
-        free."""
+        """Others have begun to receive when theirs has come, so wait until what this rank sends has left: its memory is free then."""
         super()._add_up(scattered)
         self.comm.release(scattered.left)
 

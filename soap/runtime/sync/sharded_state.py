@@ -129,8 +129,7 @@ class Scattering:
 
 
 class ShardedState(RankSync):
-    """A rank's part as reader and as owner. A reader's copy of a region is a leaf of the ``ShardStore``; the parts that it owns are views
-    of it."""
+    """A rank's part as reader and as owner. A reader's copy is a leaf of the ``ShardStore``; the parts that it owns are views of it."""
 
     gives: ClassVar[str] = "scatter"
     brings: ClassVar[str] = "gather"
@@ -190,8 +189,7 @@ class ShardedState(RankSync):
                 leaf.grad = None
 
     def synchronize(self, number: int) -> None:
-        """Send each owner its part of this rank's gradients; or, if there are several copies, begin to sum what has come for this rank's
-        own part over its holders."""
+        """Send each owner its part of this rank's gradients; with several copies, begin to sum this rank's own part over its holders."""
         sync, layout = self.syncs[number], self._layouts[number]
         if not sync.aggregated:
             self._scatter(number, ActionKind.SYNC)

@@ -162,8 +162,7 @@ class ShardStore:
     def _make_copies(
         self, parameters: Mapping[str, torch.Tensor], device: torch.device, dtype: torch.dtype | None, share: bool
     ) -> dict[int, torch.Tensor]:
-        """Allocate this rank's copies of dense regions in parts. Returns shard -> view, for the parts that this rank owns itself: of its
-        copy, or of what it sends together."""
+        """Allocate this rank's copies of dense regions in parts. Returns shard -> view, for parts that it owns: of its copy, or apart."""
         mine: dict[int, torch.Tensor] = {}
         for number, (own, read) in enumerate(zip(self.plan.syncs, pieces_read(self.plan), strict=True)):
             if not own.contract.owned_in_parts or own.contract.by_rows or self.rank not in own.readers:
@@ -229,8 +228,7 @@ class ShardStore:
 
 
 def keep_memory(leaf: torch.Tensor, *, kept: bool) -> None:
-    """Give a contiguous tensor its memory, without values, or free it. Tensors that share the memory, such as those that autograd has
-    saved, share its size, too."""
+    """Give a contiguous tensor its memory, without values, or free it; also for all that share it, as what autograd has saved."""
     storage = leaf.untyped_storage()
     size = leaf.nbytes if kept else 0
     if storage.nbytes() != size:

@@ -25,8 +25,7 @@ def require_clippable(plan: Plan, largest: float) -> None:
 
 
 def squares(comm: Communicator, plan: Plan, gradients: Mapping[int, torch.Tensor]) -> torch.Tensor:
-    """The sum of squares of this rank's complete gradients (by shard), one number. Each shard counts once, on its first device, however
-    many own a copy."""
+    """The sum of squares of this rank's complete gradients (by shard), one number. A shard counts on its first device alone."""
     own = [plain(gradient) for shard, gradient in gradients.items() if plan.shards[shard].devices[0] == comm.rank]
     squared = torch.zeros(1, dtype=torch.float64, device=comm.device)
     if own:

@@ -33,8 +33,7 @@ def require_offloadable(plan: Plan, tried: Tried, *, lazy_sparse: bool) -> None:
 
 
 class Offloading:
-    """A rank's offloaded parts. ``parts``: all of the rank's parts by number of the first shard; the tensors of offloaded ones are on the
-    host. ``numbers``: of these."""
+    """A rank's offloaded parts. ``parts``: all of the rank's, by first shard, with offloaded tensors on the host. ``numbers``: these."""
 
     def __init__(self, plan: Plan, parts: Mapping[int, Part], device: torch.device) -> None:
         self._on_device = {number: part.tensor for number, part in parts.items() if number in plan.offloaded}

@@ -25,8 +25,7 @@ from soap.runtime.updates.trial import Scope, Tried
 
 @dataclass(frozen=True)
 class Part:
-    """A region ``box`` of a parameter of this whole ``shape`` that is updated at once. ``shards``: what it consists of (positions in the
-    plan)."""
+    """A region ``box`` of a parameter of this whole ``shape`` that is updated at once. ``shards``: its shards (positions in the plan)."""
 
     parameter: str
     shape: tuple[int, ...]
@@ -60,8 +59,7 @@ def require_possible(plan: Plan, tried: Tried, lazy_sparse: bool) -> None:
 
 
 def _require_whole(plan: Plan, said: str, shards: Sequence[Shard]) -> None:
-    """RuntimeFailure unless all of a parameter's shards are on the same devices; on servers it must be a single partition, and of several
-    readers none may own a part."""
+    """RuntimeFailure unless a parameter's shards are on the same devices, on servers in one partition, owned by no reader in part."""
     served = {plan.shards[number].parameter for number in plan.on_servers}
     if len(shards) > 1 and shards[0].parameter in served:
         raise RuntimeFailure(
