@@ -19,7 +19,6 @@ from soap.cluster.kinds import has_gpus, run_kind
 from soap.cluster.presets import family
 from soap.cluster.topology import Topology
 from soap.errors import INTERRUPTED_EXIT_CODE, ProfileError
-from soap.measure.link_figures import modelled_seconds, with_measured_links
 from soap.measure.link_probes import (
     IN_STEPS,
     LinkTiming,
@@ -28,8 +27,10 @@ from soap.measure.link_probes import (
     cpu_fits,
     fits,
     is_enough,
+    modelled_seconds,
     probes_for,
     scales_of,
+    with_measured_links,
 )
 from soap.profiles.link_places import LinkPlace, link_place
 from soap.profiles.measured_links import known_links

@@ -82,12 +82,12 @@ def execute(args: argparse.Namespace, topology: Topology, prog: str) -> int:
     strategy = api.load_strategy(args.strategy, planned, topology)
     from soap.cli.lease_data import lease_data
     from soap.elastic.launcher import laid_out
-    from soap.elastic.notes import noted
+    from soap.elastic.leases import noted_run
     from soap.elastic.planned import options_of, plan_of
     from soap.elastic.worker import Source
 
     plan, optimizer = plan_of(strategy, planned.graph), _optimizer(args, planned.graph)
-    before = None if args.resume is None else noted(args.resume)
+    before = None if args.resume is None else noted_run(args.resume)
     seed = args.seed if args.seed is not None else 0 if before is None else before.seed
     data, batch = lease_data(args.model, read, planned, args.data, workers=len(plan.workers), batch=plan.batch, seed=seed, dtype=args.dtype)
     resumed_at = 0 if before is None else before.steps(len(plan.workers))

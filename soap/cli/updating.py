@@ -364,8 +364,8 @@ def _told(error: Exception) -> str:
 def require_trainable(args: argparse.Namespace, plan: Plan, tried: Tried) -> None:
     """RuntimeFailure or UsageError in one line if the options do not go with this plan."""
     from soap.plan.syncs.compressed import compressed_names
-    from soap.runtime.updates.clipping import require_clippable
-    from soap.runtime.updates.momentum import require_correctable
+    from soap.runtime.compression.dgc import require_correctable
+    from soap.runtime.updates.loss_scaling import require_clippable
     from soap.runtime.updates.parts import require_possible
 
     require_possible(plan, tried, lazy_sparse=False)

@@ -16,8 +16,7 @@ from math import prod
 
 import torch
 
-from soap.elastic import arithmetic
-from soap.elastic.lookups import Lookups
+from soap.elastic.lookups import Lookups, means
 from soap.errors import ElasticError
 from soap.tracing.calls import BufferRef, Call, Program, Ref, argument, is_random, needed, results_of, walk
 from soap.tracing.execute import ExecutableModel
@@ -122,11 +121,11 @@ class Cut:
         """What the calls that were cut out would have returned, use by use."""
         found = []
         for table, uses in self._uses.items():
-            means = arithmetic.means(sums[table], lookups[table]) if any(use.mode == MEAN for use in uses) else sums[table]
+            averages = means(sums[table], lookups[table]) if any(use.mode == MEAN for use in uses) else sums[table]
             first = 0
             for use in uses:
                 last = first + use.bags
-                found.append((means if use.mode == MEAN else sums[table])[first:last].reshape(use.shape))
+                found.append((averages if use.mode == MEAN else sums[table])[first:last].reshape(use.shape))
                 first = last
         return found
 

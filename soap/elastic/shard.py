@@ -13,8 +13,7 @@ from torch import Tensor
 from soap.elastic.leases import Ledger, Steps
 from soap.elastic.partitions import Partition
 from soap.errors import ElasticError
-from soap.runtime.sync.row_gradient import RowGradient, add_up
-from soap.runtime.sync.row_update import Updater
+from soap.runtime.sync.row_update import RowGradient, Updater, add_up
 from soap.runtime.updates.optimizers import OptimizerFactory, Recipe
 from soap.runtime.updates.trial import try_optimizer
 

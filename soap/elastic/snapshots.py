@@ -24,7 +24,7 @@ from soap.elastic.messages import Array, Kind, Message, decode, encode, size_byt
 from soap.elastic.shard import Gradient, ShardState
 from soap.errors import ElasticError, SoapWarning, first_line
 from soap.files import synchronize_folder, write_parts_atomically
-from soap.runtime.sync.row_gradient import RowGradient
+from soap.runtime.sync.row_update import RowGradient
 
 KEPT = 2
 PIECE_BYTES = 2**20

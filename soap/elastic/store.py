@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from soap.elastic import arithmetic, snapshots, write_ahead
+from soap.elastic import snapshots, write_ahead
 from soap.elastic.leases import Steps
-from soap.elastic.lookups import Lookups
+from soap.elastic.lookups import Lookups, gradient_of_rows, sums_of_rows
 from soap.elastic.messages import Kind, Message
 from soap.elastic.partitions import Partition
 from soap.elastic.shard import Gradient, Shard, ShardState, TooOld, check_optimizer
@@ -26,7 +26,7 @@ from soap.elastic.snapshots import Snapshotter
 from soap.elastic.write_ahead import WriteAheadLog, may_have_crashed, note_boot
 from soap.errors import ElasticError, SoapError, first_line
 from soap.files import read_text, reason, write_text_atomically
-from soap.runtime.sync.row_gradient import RowGradient
+from soap.runtime.sync.row_update import RowGradient
 from soap.runtime.updates.optimizers import OptimizerFactory, recorded_name
 
 MANIFEST, LOCK = "store.json", "store.lock"
@@ -122,7 +122,7 @@ class DurableShard:
         if message.kind is Kind.PUSH_OUTPUTS and len(tensors) in (3, 4):
             lookups = Lookups.of(tensors[1:])
             self.check_lookups(lookups)
-            return self.shard.checked(arithmetic.backward(lookups, tensors[0]))
+            return self.shard.checked(gradient_of_rows(lookups, tensors[0]))
         if message.kind is Kind.PUSH_ROWS and len(tensors) == 2:
             return self.shard.checked(RowGradient(*tensors))
         if message.kind is Kind.PUSH and len(tensors) == 1:
@@ -210,11 +210,11 @@ class DurableShard:
         write_ahead.forget(self.folder, snapshots.keep_latest(self.folder))
 
     def look_up(self, lookups: Lookups, step: int = 0) -> tuple[int, Tensor]:
-        """(version, sums): what ``arithmetic.forward`` gives of the cell's rows, with the updates of the steps before ``step``."""
+        """(version, sums): what ``sums_of_rows`` gives of the cell's rows, with the updates of the steps before ``step``."""
         self.check_lookups(lookups)
         with self.shard.lock:
             self._bring_to(step)
-            return self.shard.version, arithmetic.forward(self.shard.values, lookups)
+            return self.shard.version, sums_of_rows(self.shard.values, lookups)
 
     def pull(self, least: int = 0) -> tuple[int, Tensor]:
         """(version, a copy of the values), with the updates of the first ``least`` pushes, or steps, at least. ``TooOld`` without."""

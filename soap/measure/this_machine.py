@@ -35,8 +35,8 @@ from soap.errors import ProfileError, SoapError, SoapWarning
 from soap.files import cache_folder, read_text, write_text_atomically
 from soap.measure import machine_cache
 from soap.measure.compute_rates import Rates, cpu_rates, cuda_rates, gpu_copy_seconds
-from soap.measure.link_figures import with_measured_links
 from soap.measure.link_probe import LinkRates, Probed, measure_link
+from soap.measure.link_probes import with_measured_links
 from soap.measure.machine_cache import Key, Measurement
 from soap.units import format_bytes
 

@@ -15,8 +15,8 @@ from soap.measure.timing import Clock, CpuClock, Sample, clock_for, repeat, samp
 from soap.model.graph import DimMap, Factor, FactorKind, Operand, Operator, OperatorGraph, Tensor, TensorKind
 from soap.plan.compression.seam import Work
 from soap.plan.tiling import Tile
+from soap.runtime.compression.peer import exchanged
 from soap.runtime.compression.seam import compressor_of
-from soap.runtime.compression.together import exchanged
 from soap.runtime.trainer import Trainer
 from soap.runtime.updates.optimizers import OPTIMIZERS, adam
 from soap.strategy.compression import Compression

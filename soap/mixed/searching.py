@@ -15,8 +15,7 @@ from soap.elastic.simulation.steady import SETTLED
 from soap.elastic.simulation.unroll import NO_DELAYS, Delays
 from soap.errors import ElasticError
 from soap.mixed.allocations import Allocation, allocations, policies
-from soap.mixed.partitioning import MOST_CONSIDERED, Partitioner, WorkerPlan
-from soap.mixed.servers import placed, require_room
+from soap.mixed.partitioning import MOST_CONSIDERED, Partitioner, WorkerPlan, placed, require_room
 from soap.mixed.steady import MixedSteady, simulate
 from soap.model.batch import samples_of
 from soap.model.graph import OperatorGraph

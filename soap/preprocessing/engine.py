@@ -14,8 +14,7 @@ from soap.files import reason
 from soap.preprocessing import result
 from soap.preprocessing.container import PreprocessError, key_of, read_record, write_record
 from soap.preprocessing.inputs import GZIP, PARQUET, Chunk, Unit, cut_lines, find_units
-from soap.preprocessing.manager import MODES, UNIT, Manager
-from soap.preprocessing.resources import Machine
+from soap.preprocessing.manager import MODES, UNIT, Machine, Manager
 from soap.preprocessing.spec import Spec
 from soap.preprocessing.work import CONVERT, FORMAT, INDEX, MERGE, OPEN, STEPS, UNITE, WRITE, Done, Task, Work, made_of
 

@@ -15,10 +15,9 @@ from soap.preprocessing import engine
 from soap.preprocessing.container import NO_ARROW, PreprocessError
 from soap.preprocessing.engine import Begun, Nodes, Options, Summary
 from soap.preprocessing.inputs import GZIP, PARQUET, Unit, find_units
-from soap.preprocessing.manager import SERIAL, Manager, State
+from soap.preprocessing.manager import SERIAL, Machine, Manager, State
 from soap.preprocessing.node import Executor, InProcess, Node, NodesTogether, Seen
 from soap.preprocessing.processes import Processes
-from soap.preprocessing.resources import Machine
 from soap.preprocessing.spec import Spec, load_spec
 from soap.preprocessing.work import CONVERT, INDEX, OPEN, ROWS_PER_GROUP, WRITE, Work
 from soap.units import format_bytes

@@ -19,15 +19,14 @@ from soap.plan.syncs.amounts import reading_groups
 from soap.plan.syncs.compressed import compressed_names, compressed_shards
 from soap.runtime.comm import signs
 from soap.runtime.comm.packing import cut
-from soap.runtime.compression.peer import Peer, copied
+from soap.runtime.compression.dgc import DecayMomentum
+from soap.runtime.compression.peer import Peer, copied, in_order, synchronized
 from soap.runtime.compression.seam import State
-from soap.runtime.compression.together import in_order, synchronized
 from soap.runtime.inputs import Given, PartBatch
 from soap.runtime.sync.compressed import hosts_sum, peer_of
 from soap.runtime.sync.row_update import Updater
 from soap.runtime.sync.shards import run_dtype
 from soap.runtime.trainer import Trainer
-from soap.runtime.updates.momentum import DecayMomentum
 from soap.runtime.updates.optimizers import Optimizers
 from soap.runtime.updates.parts import trainable_shapes
 from soap.runtime.updates.schedules import Schedule

@@ -15,10 +15,10 @@ from soap.plan.samples import Samples, divided_inputs, looked_up_in, samples_rea
 from soap.plan.tiling import Tile
 from soap.runtime.inputs import Batch, BySamples, Given, Shapes, check_samples, check_types, micro_batches, other_shape
 from soap.runtime.planned import Handed
+from soap.runtime.program.prepared import OwnSamples, StepInputs
 from soap.runtime.program.program import Program
 from soap.runtime.step.gradients import Gradients
 from soap.runtime.step.step import StepRunner
-from soap.runtime.step.step_inputs import OwnSamples, StepInputs
 from soap.runtime.sync.shards import ShardStore, run_dtype
 from soap.runtime.trace import Recorder
 from soap.tracing.model import TracedModel

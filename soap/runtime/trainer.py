@@ -24,12 +24,12 @@ from soap.model.regions import volume
 from soap.plan.plan import Plan
 from soap.plan.running.forward_order import ExecutionOrder
 from soap.plan.syncs.compressed import compressed_names
-from soap.runtime.alike import Alike
 from soap.runtime.checkpoint.weights import home_of, whole_buffers, whole_parameters
-from soap.runtime.comm.position import HERE
+from soap.runtime.comm.failures import HERE
 from soap.runtime.comm.redistribute import Communicator, Traffic
 from soap.runtime.comm.world import close_world, open_world
-from soap.runtime.inputs import Batch, BySamples, Given
+from soap.runtime.compression.dgc import DecayMomentum, require_correctable, wrong_momentum
+from soap.runtime.inputs import Alike, Batch, BySamples, Given
 from soap.runtime.planned import Asked, Planned
 from soap.runtime.program.actions import MicroBatch
 from soap.runtime.program.prepared import missing_compiler
@@ -40,9 +40,7 @@ from soap.runtime.sync.shards import ShardStore, gather_regions, model_in_type, 
 from soap.runtime.system.memory_room import MemoryRoom, room_within, stored_bytes
 from soap.runtime.trace import Event, Recorder, join_events
 from soap.runtime.training_options import DEFAULT_TRAINING, StepMetrics, TrainingKeywords, TrainingOptions
-from soap.runtime.updates.clipping import require_clippable
-from soap.runtime.updates.loss_scaling import LossScaler, require_scalable
-from soap.runtime.updates.momentum import DecayMomentum, require_correctable, wrong_momentum
+from soap.runtime.updates.loss_scaling import LossScaler, require_clippable, require_scalable
 from soap.runtime.updates.offloading import Offloading, require_offloadable
 from soap.runtime.updates.parts import joined_names, other_options, parts_of, require_possible, trainable_shapes
 from soap.runtime.updates.schedules import Schedule

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 
 from soap.errors import ModelError
-from soap.model.dtypes import name_of, replaced
+from soap.model.dtypes import name_of, part_of, replaced
 from soap.model.graph import OperatorGraph
 from soap.model.regions import Box, Interval, lengths, relative, volume, whole
 from soap.plan.tiling import Tile
@@ -354,3 +354,51 @@ def _plain_batch_norm(x: torch.Tensor, affine: Sequence[torch.Tensor], kwargs: d
     if x.numel() == x.shape[1]:  # which torch.nn.functional refuses
         mean = var = None
     return torch.batch_norm(x, weight, bias, mean, var, True, kwargs["momentum"], kwargs["eps"], True)
+
+
+class _Given(torch.autograd.Function):
+    """A number that stands for outputs whose gradients are given. Autograd then has the only reference to these gradients, and frees
+    each when it has been used. What is handed to ``backward`` itself stays until the end, and so do the outputs."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: list[torch.Tensor], *outputs: torch.Tensor) -> torch.Tensor:
+        ctx.gradients = gradients
+        return outputs[0].new_zeros((), dtype=part_of(outputs[0].dtype))  # autograd begins with real numbers only
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        given = (None, *ctx.gradients)
+        ctx.gradients.clear()
+        return given
+
+
+class _Stand(torch.autograd.Function):
+    """A number that stands for one output. What it is worth is known when the backward pass begins."""
+
+    @staticmethod
+    def forward(ctx: Any, answers: list[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
+        ctx.answers = answers
+        return output.new_zeros((), dtype=part_of(output.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[None, torch.Tensor]:
+        return None, ctx.answers.pop()
+
+
+class Awaited:
+    """An output that is answered by a gradient later, and need not be there until then. ``stand``: what ``given`` takes in its place."""
+
+    def __init__(self, output: torch.Tensor) -> None:
+        self.dtype = output.dtype
+        self._answers: list[torch.Tensor] = []
+        self.stand = cast(torch.Tensor, _Stand.apply(self._answers, output))  # type: ignore[no-untyped-call]
+
+    def answer(self, gradient: torch.Tensor, passes: int = 1) -> torch.Tensor:
+        """Give the output's gradient, for so many backward passes; returns that of ``stand``."""
+        self._answers.extend([gradient] * passes)
+        return torch.ones_like(self.stand)
+
+
+def given(gradients: list[torch.Tensor], outputs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The number with which to begin a backward pass. ``gradients``: of the outputs, in their order; the list is emptied then."""
+    return cast(torch.Tensor, _Given.apply(gradients, *outputs))  # type: ignore[no-untyped-call]

@@ -23,8 +23,8 @@ from soap.files import check_writable, write_bytes_atomically
 from soap.outputs import MODEL, check
 from soap.tracing.assertions import passed_assertions, without_assertions
 from soap.tracing.containers import adapted, plain_arguments, plainly
+from soap.tracing.example import which_loss
 from soap.tracing.imports import import_all
-from soap.tracing.loss_output import which_loss
 from soap.tracing.operators import refuse_custom_operators
 from soap.tracing.python_state import untouched
 from soap.tracing.record import NAME, ExportRecord, dumps

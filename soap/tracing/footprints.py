@@ -23,8 +23,7 @@ from soap.plan.tiling import Tile, iteration_points, spatial_factors, tiles_of, 
 from soap.simulator.memory.footprint import Use, costly_cuts, tile_bytes
 from soap.strategy.config import OpConfig
 from soap.tracing.calls import BufferRef, Ref, substitute
-from soap.tracing.execute import ExecutableModel
-from soap.tracing.given import given
+from soap.tracing.execute import ExecutableModel, given
 from soap.tracing.model import TileContext
 from soap.tracing.part_footprints import PartFootprints, Parts
 from soap.tracing.products import is_product

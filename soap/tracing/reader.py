@@ -13,7 +13,7 @@ from soap.errors import ModelError, SoapWarning
 from soap.tracing.autocast import Caster
 from soap.tracing.buffers import about, canonical_buffers, check_memory
 from soap.tracing.calls import BufferRef, Call, Program, Ref
-from soap.tracing.loss_output import loss_position, outputs_of
+from soap.tracing.example import loss_position, outputs_of
 from soap.tracing.naming import canonical_names
 from soap.tracing.nodes import NodeReader
 from soap.tracing.rules.state import keep_state, next_state

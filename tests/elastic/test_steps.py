@@ -16,7 +16,7 @@ from soap.elastic.partitions import cut
 from soap.elastic.shard import ShardState, TooOld
 from soap.elastic.store import Store
 from soap.errors import ElasticError
-from soap.runtime.sync.row_gradient import RowGradient
+from soap.runtime.sync.row_update import RowGradient
 from tests.elastic.drawn import drawn
 from tests.elastic.test_arithmetic import OPTIMIZERS
 from tests.elastic.test_store import assert_same, killed

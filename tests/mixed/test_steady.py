@@ -16,8 +16,7 @@ from soap.elastic.simulation.steady import Period
 from soap.elastic.simulation.unroll import NO_DELAYS, Delays
 from soap.errors import ElasticError
 from soap.mixed.allocations import Allocation
-from soap.mixed.partitioning import Stage, WorkerPlan
-from soap.mixed.servers import Placement, placed
+from soap.mixed.partitioning import Placement, Stage, WorkerPlan, placed
 from soap.mixed.steady import MixedSteady, Training, simulate
 from tests.elastic.stars import star
 from tests.extent import USUAL

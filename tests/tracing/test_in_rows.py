@@ -15,8 +15,7 @@ from soap.model.regions import relative, volume, whole
 from soap.plan.tiling import Tile, tiles_of
 from soap.simulator.memory.footprint import shares_of
 from soap.strategy.config import OpConfig
-from soap.tracing.execute import ExecutableModel
-from soap.tracing.given import given
+from soap.tracing.execute import ExecutableModel, given
 from soap.tracing.importer import import_program
 from soap.tracing.load import load_model
 from soap.tracing.model import TileContext

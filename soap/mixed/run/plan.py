@@ -9,9 +9,8 @@ from functools import cached_property
 
 from soap.cluster.topology import Topology
 from soap.errors import StrategyError
-from soap.mixed.partitioning import kept_minibatches
+from soap.mixed.partitioning import Placement, kept_minibatches
 from soap.mixed.planned import minibatch_of, stages_of
-from soap.mixed.servers import Placement
 from soap.model.batch import sample_factor
 from soap.model.graph import KEEP_STATE, NEXT_STATE, OperatorGraph, TensorKind
 from soap.model.regions import Interval, balanced

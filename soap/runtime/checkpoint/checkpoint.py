@@ -33,13 +33,23 @@ from soap.runtime.checkpoint.manifest import (
     state_name,
     sync_state_name,
 )
-from soap.runtime.checkpoint.rank_state import rank_state_to_read, rank_state_to_save, require_same_training, restore_ranks, states_of
+from soap.runtime.checkpoint.rank_state import (
+    Known,
+    join,
+    known_here,
+    rank_state_to_read,
+    rank_state_to_save,
+    require_same_training,
+    restore,
+    restore_ranks,
+    states_of,
+)
 from soap.runtime.checkpoint.storage import CheckpointReader, CheckpointWriter, Region, RegionLoadPlanner, RegionSavePlanner
 from soap.runtime.comm.redistribute import Communicator
 from soap.runtime.compression.peer import CompressedTraining
 from soap.runtime.step.gradients import Gradients
 from soap.runtime.sync.shards import ShardStore
-from soap.runtime.updates import rank_state, schedules
+from soap.runtime.updates import schedules
 from soap.runtime.updates.loss_scaling import LossScaler
 from soap.runtime.updates.optimizers import recorded_name
 from soap.runtime.updates.parts import Part
@@ -137,9 +147,9 @@ def save_checkpoint(
     if keep is not None and keep < 1:
         raise CheckpointError(f"keep {keep}: expected at least 1, or None for all")
     comm = training.comm
-    here = _together(comm, lambda: rank_state.known_here(training.parts, training.optimizer))
+    here = _together(comm, lambda: known_here(training.parts, training.optimizer))
     everywhere = comm.gather(here)
-    known = _together(comm, lambda: rank_state.join(everywhere))
+    known = _together(comm, lambda: join(everywhere))
     own = _together(comm, training.schedule.record)
     records = comm.gather(own)
     schedule = _together(comm, lambda: schedules.joined(records))
@@ -197,7 +207,7 @@ def load_checkpoint(path: str | Path, training: Training, buffers: Mapping[str, 
     reader, planner = CheckpointReader(checkpoint, manifest, together=True), RegionLoadPlanner(regions, manifest)
     _through_torch(checkpoint, lambda: load({}, storage_reader=reader, planner=planner))
     read = {key: region.tensor for key, region in found.items()}
-    _together(comm, lambda: rank_state.restore(training.optimizer, training.parts, manifest.states, read))
+    _together(comm, lambda: restore(training.optimizer, training.parts, manifest.states, read))
     if manifest.sync_states and kept_names(plan):
         training.gradients.restore(by_shard(kept))
     if manifest.rank_states:
@@ -226,7 +236,7 @@ def read_state_dict(path: str | Path) -> dict[str, torch.Tensor]:
     return {**full, **{alias: full[name] for alias, name in manifest.aliases.items()}}
 
 
-def _regions_to_save(training: Training, known: rank_state.Known, buffers: Mapping[str, torch.Tensor]) -> list[Region]:
+def _regions_to_save(training: Training, known: Known, buffers: Mapping[str, torch.Tensor]) -> list[Region]:
     """The regions that this rank writes: shards whose first device it is; rank 0 also what nobody owns, buffers, and single numbers."""
     plan, rank = training.plan, training.comm.rank
     regions = []
@@ -248,12 +258,12 @@ def _regions_to_save(training: Training, known: rank_state.Known, buffers: Mappi
     return regions
 
 
-def _state_to_save(part: Part, optimizer: torch.optim.Optimizer, known: rank_state.Known) -> list[Region]:
-    own, rank_state = known.states.get(part.parameter, ParameterState()), optimizer.state.get(part.tensor, {})
-    regions = [Region(state_name(part.parameter, key), part.shape, part.box, rank_state[key]) for key in own.regions]
+def _state_to_save(part: Part, optimizer: torch.optim.Optimizer, known: Known) -> list[Region]:
+    own, state = known.states.get(part.parameter, ParameterState()), optimizer.state.get(part.tensor, {})
+    regions = [Region(state_name(part.parameter, key), part.shape, part.box, state[key]) for key in own.regions]
     for key in own.others:
-        shape = tuple(rank_state[key].shape)
-        regions.append(Region(state_name(part.parameter, key), shape, whole(shape), rank_state[key]))
+        shape = tuple(state[key].shape)
+        regions.append(Region(state_name(part.parameter, key), shape, whole(shape), state[key]))
     return regions
 
 
@@ -331,7 +341,7 @@ def _check_dtypes(checkpoint: Path, manifest: Manifest) -> None:
             raise damaged(checkpoint / MANIFEST, f"{name!r} has the unknown dtype {tensor.dtype!r}")
 
 
-def _manifest(training: Training, step: int, seed: int, save_id: str, known: rank_state.Known) -> Manifest:
+def _manifest(training: Training, step: int, seed: int, save_id: str, known: Known) -> Manifest:
     """The manifest without the tensors' places."""
     model, graph = training.model, training.plan.graph
     aliases = {alias: name for alias, name in graph.aliases.items() if name in model.parameters or name in model.buffers}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -21,6 +21,7 @@ from soap.plan.delivery import reduced_tensor
 from soap.plan.division import is_divided
 from soap.plan.plan import forward_name, local_pieces
 from soap.plan.running.activity import ValueKey
+from soap.plan.samples import Samples
 from soap.plan.tiling import Tile
 from soap.runtime.comm.packing import cut
 from soap.runtime.program.actions import Action, ActionKind, part_of
@@ -469,3 +470,37 @@ def missing_compiler() -> str | None:
     if torch.cuda.is_available() or any(shutil.which(name) for name in ("c++", "g++", "clang++", "cl")):
         return None
     return "no C++ compiler on PATH"
+
+
+@dataclass(frozen=True)
+class OwnSamples:
+    """Where a rank's tiles find their regions if the rank is given only the samples that it reads. ``samples``: by input."""
+
+    samples: Mapping[str, Samples]
+    _parts: dict[tuple[str, Box], Part] = field(default_factory=dict, repr=False)
+
+    def part(self, source: Source) -> Part:
+        """What to cut from the tensor that the rank was given."""
+        read = self.samples.get(source.tensor)
+        if read is None or read.dim is None:
+            return source.part
+        key = source.tensor, source.box
+        if key not in self._parts:
+            here = [*source.box]
+            here[read.dim] = read.place(source.box[read.dim])
+            self._parts[key] = tuple(slice(start, stop) for start, stop in here)
+        return self._parts[key]
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """Inputs, constants and state by name, on this rank's device. ``own``: inputs have only the samples that the rank reads; None: all."""
+
+    named: Mapping[str, torch.Tensor]
+    own: OwnSamples | None = None
+
+    def read(self, source: Source) -> torch.Tensor:
+        """The region that a tile reads; not of an activation."""
+        part = source.part if self.own is None else self.own.part(source)
+        tensor = self.named[source.tensor]
+        return tensor if part is None else tensor[part]

@@ -26,16 +26,15 @@ from soap.runtime.comm.arrivals import Arrivals
 from soap.runtime.comm.packing import assemble, cut
 from soap.runtime.comm.redistribute import Pending
 from soap.runtime.program.actions import ActionKind
-from soap.runtime.program.prepared import Fetched, Outputs, Parameter, Part, Piece, PreparedTile, PreparedTiles, Source, Unit
+from soap.runtime.program.prepared import Fetched, Outputs, Parameter, Part, Piece, PreparedTile, PreparedTiles, Source, StepInputs, Unit
 from soap.runtime.step.gradients import Gradients
 from soap.runtime.step.kept_on_host import KeptOnHost
 from soap.runtime.step.state import Output, StepState, leaf
-from soap.runtime.step.step_inputs import StepInputs
 from soap.runtime.sync.look_ups import Asked, LookUps, rows_for
 from soap.runtime.sync.shards import ShardStore
 from soap.simulator.tasks import TaskKind
 from soap.strategy.recomputation import has_product
-from soap.tracing.given import Awaited
+from soap.tracing.execute import Awaited
 from soap.tracing.model import TileContext, TracedModel
 from soap.tracing.products import Made, first_run, second_run
 

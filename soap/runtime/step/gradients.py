@@ -18,8 +18,8 @@ from soap.runtime.program.program import Program
 from soap.runtime.step.early_start import EarlyStart, SyncSchedule
 from soap.runtime.sync.all_reduce import BucketedSum
 from soap.runtime.sync.compressed import CompressedSum, hosts_sum
-from soap.runtime.sync.row_gradient import RowGradient
 from soap.runtime.sync.row_requests import asking_devices
+from soap.runtime.sync.row_update import RowGradient
 from soap.runtime.sync.seam import Gradient, SyncContext, ranks_part
 from soap.runtime.sync.shards import ShardStore
 from soap.runtime.sync.sparse_rows import RowSync

@@ -21,7 +21,7 @@ from soap.runtime.comm.redistribute import Communicator, Pending
 from soap.runtime.program.program import Program
 from soap.runtime.trace import Recorder
 from soap.simulator.tasks import TaskKind
-from soap.tracing.given import Awaited
+from soap.tracing.execute import Awaited
 
 NOTHING: Mapping[ValueKey, int] = MappingProxyType({})
 """No readers."""

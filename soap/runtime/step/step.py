@@ -34,26 +34,25 @@ from soap.plan.plan import (
     remote_parts,
 )
 from soap.plan.samples import label_counts
+from soap.runtime.comm.failures import HERE
 from soap.runtime.comm.packing import cut
-from soap.runtime.comm.position import HERE
 from soap.runtime.comm.redistribute import Communicator, Pending
 from soap.runtime.compression.peer import AS_IT_IS, CompressedTraining
 from soap.runtime.program.actions import LAST_ONLY, WHOLE_STEP, Action, ActionKind, MicroBatch, part_of
-from soap.runtime.program.prepared import PreparedTile, PreparedTiles, units_of
+from soap.runtime.program.prepared import PreparedTile, PreparedTiles, StepInputs, units_of
 from soap.runtime.program.program import Program, task_name
 from soap.runtime.step.early_start import Key, SyncSchedule
 from soap.runtime.step.forward import ForwardPass
 from soap.runtime.step.gradients import Gradients
 from soap.runtime.step.kept_on_host import KeptOnHost
 from soap.runtime.step.state import Output, StepState, ValueStore
-from soap.runtime.step.step_inputs import StepInputs
 from soap.runtime.sync.look_ups import LookUps
 from soap.runtime.sync.seam import rank_sync
 from soap.runtime.sync.shards import ShardStore
 from soap.runtime.system.memory_room import MemoryRoom
 from soap.runtime.trace import Recorder
 from soap.simulator.tasks import TaskKind
-from soap.tracing.given import Awaited, given
+from soap.tracing.execute import Awaited, given
 from soap.tracing.model import TileContext, TracedModel
 
 

@@ -17,9 +17,8 @@ from soap.plan.plan import Plan, ShardSync, sync_name
 from soap.plan.syncs.compressed import COLLECT, EXCHANGES, HAND_ON
 from soap.runtime.comm.parcels import Parcels, bytes_of, start_exchange
 from soap.runtime.comm.redistribute import Pending
-from soap.runtime.compression.peer import CompressedTraining, Peer
+from soap.runtime.compression.peer import CompressedTraining, Joint, Peer, in_order, joined
 from soap.runtime.compression.seam import State, kept_dtype
-from soap.runtime.compression.together import Joint, in_order, joined
 from soap.runtime.program.actions import ActionKind, MicroBatch
 from soap.runtime.sync.all_reduce import BucketedSum
 from soap.runtime.sync.roles import Roles, roles_of

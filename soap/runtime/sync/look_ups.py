@@ -10,9 +10,8 @@ from soap.model.regions import Box, whole
 from soap.plan.plan import Plan
 from soap.plan.tiling import tiles_of
 from soap.runtime.comm.packing import assemble, cut
-from soap.runtime.program.prepared import PreparedTile, PreparedTiles, RowsRead
-from soap.runtime.step.step_inputs import StepInputs
-from soap.runtime.sync.row_gradient import common_rows
+from soap.runtime.program.prepared import PreparedTile, PreparedTiles, RowsRead, StepInputs
+from soap.runtime.sync.row_update import common_rows
 from soap.runtime.sync.shards import ShardStore
 from soap.runtime.sync.sparse_rows import RowSync
 from soap.strategy.config import OpConfig

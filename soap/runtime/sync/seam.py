@@ -18,9 +18,8 @@ from soap.runtime.comm.redistribute import Communicator, Pending
 from soap.runtime.compression.peer import AS_IT_IS, CompressedTraining
 from soap.runtime.program.actions import ActionKind, MicroBatch
 from soap.runtime.step.early_start import EarlyStart
-from soap.runtime.sync.row_gradient import RowGradient
 from soap.runtime.sync.row_requests import RowRequests
-from soap.runtime.sync.row_update import parallel
+from soap.runtime.sync.row_update import RowGradient, parallel
 from soap.runtime.sync.shards import ShardStore
 from soap.runtime.trace import Watch, watch_nothing
 from soap.simulator.tasks import TaskKind

@@ -19,8 +19,8 @@ from soap.runtime.comm.parcels import Parcels, bytes_of, start_exchange
 from soap.runtime.comm.redistribute import Pending
 from soap.runtime.program.actions import ActionKind, MicroBatch
 from soap.runtime.sync.roles import Roles
-from soap.runtime.sync.row_gradient import RowGradient, add_up, common_rows
 from soap.runtime.sync.row_requests import Wanted
+from soap.runtime.sync.row_update import RowGradient, add_up, common_rows
 from soap.runtime.sync.seam import RankSync, SyncContext
 from soap.runtime.trace import Watch
 

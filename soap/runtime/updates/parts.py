@@ -17,7 +17,7 @@ from soap.model.graph import OperatorGraph
 from soap.model.regions import Box, whole
 from soap.plan.plan import Plan, Shard
 from soap.runtime.comm.packing import cut
-from soap.runtime.sync.row_gradient import RowGradient
+from soap.runtime.sync.row_update import RowGradient
 from soap.runtime.sync.shards import ShardStore
 from soap.runtime.updates.optimizers import Layout, Shapes
 from soap.runtime.updates.trial import Scope, Tried

@@ -10,9 +10,8 @@ import torch
 from soap.plan.compression.seam import joined as joined_exchanges
 from soap.plan.compression.seam import layout_of
 from soap.runtime.compression.dgc import Momentum, WarmUp
-from soap.runtime.compression.peer import AS_IT_IS, STEPS, CompressedTraining, Peer
+from soap.runtime.compression.peer import AS_IT_IS, STEPS, CompressedTraining, Peer, exchanged, joined, synchronized
 from soap.runtime.compression.seam import State
-from soap.runtime.compression.together import exchanged, joined, synchronized
 from soap.strategy.compression import Compression
 from tests.extent import often, rows_often
 from tests.runtime.compression.cases import METHODS, SETTINGS, gradient
