@@ -220,7 +220,8 @@ def _all_runs(graph: OperatorGraph, extent: int) -> dict[str, int]:
 
 
 def level_at(op: Operator, extent: int) -> int:
-    """How an operator is recomputed among several: at the extent ``LIGHT`` those with products keep them, others are recomputed."""
+    """How an operator is recomputed where several are together: at the extent ``LIGHT`` those with products keep them, others are
+    recomputed."""
     return extent if extent != LIGHT or has_product(op) else RECOMPUTED
 
 
