@@ -46,7 +46,7 @@ from soap.errors import SoapError
 from soap.files import check_writable
 from soap.model.graph import OperatorGraph
 from soap.strategy.consistency import parse
-from soap.tracing.execute import ExecutableModel
+from soap.tracing.execute import TracedModel
 from soap.zoo import batches, build
 
 HOSTS = 6
@@ -141,7 +141,7 @@ def measured_by(design: Design) -> Measured:
 class Bench:
     """What all rounds share. ``data``: the samples."""
 
-    model: ExecutableModel
+    model: TracedModel
     data: InMemory
     hosts: Hosts
 

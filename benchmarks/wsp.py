@@ -53,7 +53,7 @@ from soap.search.options import SearchOptions
 from soap.simulator.incremental import IncrementalSimulator
 from soap.simulator.simulate import Simulator
 from soap.strategy.config import Strategy
-from soap.tracing.model import TracedModel
+from soap.tracing.execute import TracedModel
 
 VERSION, COMMAND = 3, "python -m benchmarks.wsp"
 MODEL, RATE = "emulated-vgg16", "500Mbit/s"

@@ -18,7 +18,7 @@ from soap.errors import SoapError
 from soap.model.regions import Interval
 from soap.plan.samples import Samples, joined
 from soap.runtime.inputs import Given, PartBatch, taken
-from soap.tracing.model import TracedModel
+from soap.tracing.execute import TracedModel
 
 if TYPE_CHECKING:
     from soap.data import Preprocessed

@@ -14,7 +14,7 @@ from soap.cli.options import data_spec, positive
 if TYPE_CHECKING:
     from soap.cli.training import Job, Outcome
     from soap.runtime.trainer import Trainer
-    from soap.tracing.model import TracedModel
+    from soap.tracing.execute import TracedModel
 
 STEPS = 10
 HELP = (

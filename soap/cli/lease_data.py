@@ -16,7 +16,7 @@ from soap.cli.preprocessed import folder_of
 from soap.data import Preprocessed
 from soap.elastic.worker import OfDataset
 from soap.model.batch import sample_dims
-from soap.tracing.model import TracedModel
+from soap.tracing.execute import TracedModel
 
 ENDLESS = 2**40
 """Steps of data that never end."""

@@ -31,7 +31,7 @@ from soap.runtime.training_options import TrainingOptions
 from soap.runtime.updates.optimizers import Optimizers
 from soap.simulator.analysis.timeline import MeasuredEvent
 from soap.strategy.config import Strategy
-from soap.tracing.model import TracedModel
+from soap.tracing.execute import TracedModel
 from soap.tracing.record import ExportRecord
 
 TRACED_STEPS = 5

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from soap.cli.training import Job
     from soap.model.graph import OperatorGraph
     from soap.runtime.trainer import Trainer
-    from soap.tracing.model import TracedModel
+    from soap.tracing.execute import TracedModel
     from soap.tracing.record import ExportRecord
 
 HELP = (

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from soap.mixed.run.plan import WavePlan
     from soap.mixed.run.training import Outcome
     from soap.strategy.config import Strategy
-    from soap.tracing.model import TracedModel
+    from soap.tracing.execute import TracedModel
 
 
 def check_folders(args: argparse.Namespace) -> None:

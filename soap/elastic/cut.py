@@ -19,7 +19,7 @@ import torch
 from soap.elastic.lookups import Lookups, means
 from soap.errors import ElasticError
 from soap.tracing.calls import BufferRef, Call, Program, Ref, argument, is_random, needed, results_of, walk
-from soap.tracing.execute import ExecutableModel
+from soap.tracing.execute import TracedModel
 from soap.tracing.model import TileContext
 from soap.tracing.rules.embedding import MEAN, MODES, SUM
 
@@ -58,7 +58,7 @@ class Cut:
     ElasticError if the model has no sparse layer that can be cut out, or not those that are wanted, or keeps state in buffers.
     """
 
-    def __init__(self, model: ExecutableModel, wanted: Collection[str] | None = None) -> None:
+    def __init__(self, model: TracedModel, wanted: Collection[str] | None = None) -> None:
         program = model.program
         if program.state or program.end_step or program.buffers:
             kept = ", ".join(sorted({*program.state.values(), *program.buffers})) or "step counters"
@@ -130,7 +130,7 @@ class Cut:
         return found
 
 
-def _find_uses(model: ExecutableModel, refused: dict[str, str]) -> dict[str, list[_Use]]:
+def _find_uses(model: TracedModel, refused: dict[str, str]) -> dict[str, list[_Use]]:
     """By table, the calls that look up its rows. What cannot be cut out is noted in ``refused``."""
     program = model.program
     ready = _from_inputs(program)

@@ -32,7 +32,7 @@ from soap.errors import ModelError, SoapError, SoapWarning, asked, first_line
 from soap.runtime.check import TOLERANCES, Difference, difference, largest
 from soap.tracing.calls import is_random
 from soap.tracing.example import Example
-from soap.tracing.execute import ExecutableModel
+from soap.tracing.execute import TracedModel
 from soap.tracing.export import Judge
 from soap.tracing.model import TileContext
 from soap.tracing.naming import canonical_names
@@ -226,7 +226,7 @@ def eager_judge(example: Example) -> Judge | None:
     return lambda exported, model: compare_with_eager(example, exported, model)
 
 
-def compare_with_eager(example: Example, exported: ExportedProgram, model: ExecutableModel) -> ExportRecord:
+def compare_with_eager(example: Example, exported: ExportedProgram, model: TracedModel) -> ExportRecord:
     """Compare one step of the module with one of its program on the example batch. The module's state and torch's generators do not change.
 
     Raises ModelError in one line, with the likely cause, if they differ by more than rounding, or if the module fails on its example.
@@ -278,7 +278,7 @@ class _Step:
 
 
 class _Comparison:
-    def __init__(self, example: Example, exported: ExportedProgram, model: ExecutableModel) -> None:
+    def __init__(self, example: Example, exported: ExportedProgram, model: TracedModel) -> None:
         self.example, self.exported, self.model = example, exported, model
         self.canonical = canonical_names(exported.state_dict)
         self.random = any(is_random(call) for call in model.program.calls)
@@ -524,7 +524,7 @@ def _scale(tensors: Mapping[str, torch.Tensor]) -> float:
     return max((size for size in sizes if isfinite(size)), default=0.0)
 
 
-def _coarsest(model: ExecutableModel) -> torch.dtype:
+def _coarsest(model: TracedModel) -> torch.dtype:
     """The dtype with the largest rounding among the program's values; float32 if none is a floating-point type."""
     known = {value.dtype for value in model.program.values.values()} & TOLERANCES.keys()
     return max(known, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)

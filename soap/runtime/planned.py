@@ -25,7 +25,7 @@ from soap.runtime.program.actions import Action, ActionKind
 from soap.runtime.program.program import Program, compile_program
 from soap.runtime.program.resizing import other_program, resized_program
 from soap.strategy.config import Strategy
-from soap.tracing.model import TracedModel
+from soap.tracing.execute import TracedModel
 
 Order = ExecutionOrder | Sequence[int] | None
 

@@ -21,7 +21,7 @@ from soap.runtime.step.gradients import Gradients
 from soap.runtime.step.step import StepRunner
 from soap.runtime.sync.shards import ShardStore, run_dtype
 from soap.runtime.trace import Recorder
-from soap.tracing.model import TracedModel
+from soap.tracing.execute import TracedModel
 
 if TYPE_CHECKING:
     from soap.runtime.trainer import Trainer

@@ -33,7 +33,7 @@ from soap.tracing.tracebacks import chain, is_packed, torchs_module, user_line
 from soap.tracing.without_values import Room, tied_without_values
 
 if TYPE_CHECKING:
-    from soap.tracing.execute import ExecutableModel
+    from soap.tracing.execute import TracedModel
 
 
 @contextmanager
@@ -80,7 +80,7 @@ def assigned_buffers_followed(module: nn.Module) -> Iterator[None]:
 
 
 DROPPING, KEPT = "dropouts that drop nothing", "normalisations whose statistics stay"
-Judge = Callable[[ExportedProgram, "ExecutableModel"], ExportRecord]
+Judge = Callable[[ExportedProgram, "TracedModel"], ExportRecord]
 """Compares a program, as it is read back, with its module; raises ModelError if they do not train alike."""
 
 

@@ -23,7 +23,7 @@ from soap.plan.tiling import Tile, iteration_points, spatial_factors, tiles_of, 
 from soap.simulator.memory.footprint import Use, costly_cuts, tile_bytes
 from soap.strategy.config import OpConfig
 from soap.tracing.calls import BufferRef, Ref, substitute
-from soap.tracing.execute import ExecutableModel, given
+from soap.tracing.execute import TracedModel, given
 from soap.tracing.model import TileContext
 from soap.tracing.part_footprints import PartFootprints, Parts
 from soap.tracing.products import is_product
@@ -44,7 +44,7 @@ Footprints = tuple[Footprint, ...]
 """As in ``OperatorGraph.footprints``."""
 
 
-def find_footprints(model: ExecutableModel, *, on_gpus: bool = False) -> tuple[dict[str, Footprints], dict[str, PartFootprints]]:
+def find_footprints(model: TracedModel, *, on_gpus: bool = False) -> tuple[dict[str, Footprints], dict[str, PartFootprints]]:
     """(footprints, of parts of sums that are computed in a wider type), both by operator, on CPUs or on GPUs; operators that cannot be run
     so are left out.
 
@@ -82,7 +82,7 @@ def find_footprints(model: ExecutableModel, *, on_gpus: bool = False) -> tuple[d
 class _Trials:
     """Runs of one operator, forward and backward. ``tensors``: results of the operators before it, by name."""
 
-    def __init__(self, model: ExecutableModel, position: int, tensors: dict[str, torch.Tensor], context: TileContext) -> None:
+    def __init__(self, model: TracedModel, position: int, tensors: dict[str, torch.Tensor], context: TileContext) -> None:
         self._model, self._position, self._tensors, self._context = model, position, tensors, context
         self._graph, self._op = model.graph, model.graph.operators[position]
 
@@ -446,9 +446,9 @@ class FoundLater(Mapping[str, Value]):
         return dict, (dict(self),)
 
 
-def footprints_later(model: ExecutableModel, *, on_gpus: bool) -> tuple[FoundLater[Footprints], FoundLater[PartFootprints]]:
+def footprints_later(model: TracedModel, *, on_gpus: bool) -> tuple[FoundLater[Footprints], FoundLater[PartFootprints]]:
     """As ``find_footprints``. The model's parameters are not held meanwhile, for they may be large; no trial reads them."""
-    bare: list[ExecutableModel] = [replace(model, parameters={}, example_inputs=(), unchanged={}, source=None)]
+    bare: list[TracedModel] = [replace(model, parameters={}, example_inputs=(), unchanged={}, source=None)]
 
     @cache
     def found() -> tuple[dict[str, Footprints], dict[str, PartFootprints]]:

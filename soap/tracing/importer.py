@@ -20,7 +20,7 @@ from soap.tracing.buffers import canonical_buffers
 from soap.tracing.calls import Call, Program
 from soap.tracing.compiled import OperatorProgram, ProgramStep
 from soap.tracing.decompose import decompose
-from soap.tracing.execute import ExecutableModel
+from soap.tracing.execute import TracedModel
 from soap.tracing.experts import unsort_experts
 from soap.tracing.fold import fold
 from soap.tracing.footprints import footprints_later
@@ -53,7 +53,7 @@ def import_program(
     autocast_device: ListOf = "cpu",
     batch_norm: BatchNorm = "global",
     shapes: Shapes | None = None,
-) -> ExecutableModel:
+) -> TracedModel:
     """The traced model of an exported training program that returns its scalar loss.
 
     ``batch_dims``: input name -> its batch dimension (default 0; -1: the input has none). ``plan_only``: shapes suffice, no values are
@@ -83,7 +83,7 @@ def import_program(
         _warn_if_untrained(graph)
         wanted = {t.name for t in graph.parameters}
         state = {n: exported.state_dict[n] for n in dict.fromkeys(program.parameters.values()) if n in wanted}
-        model = ExecutableModel(
+        model = TracedModel(
             graph=graph,
             parameters={n: _converted(tensor, dtype) for n, tensor in state.items()},
             buffers=program.buffers,

@@ -17,7 +17,7 @@ from soap.model.graph import DimMap, OperatorGraph, TensorKind
 from soap.model.regions import volume, whole
 from soap.tracing.calls import Call, Ref, Value, results_of
 from soap.tracing.compiled import OperatorProgram, ProgramStep
-from soap.tracing.execute import ExecutableModel
+from soap.tracing.execute import TracedModel
 from soap.tracing.match import compose_all, simplified, unsplit
 from soap.tracing.rules.notation import Maps
 
@@ -103,7 +103,7 @@ def _inputs(program: OperatorProgram, steps: Sequence[ProgramStep]) -> tuple[tup
     return tuple([(name, changed[name, maps]) for name, maps in program.inputs])
 
 
-def find_loss_terms(model: ExecutableModel) -> Mapping[str, float]:
+def find_loss_terms(model: TracedModel) -> Mapping[str, float]:
     """Number -> the loss's gradient by it, for the longest epilogue of a model; nothing if the loss is no such sum."""
     graph = model.graph
     found: set[int] = set()
@@ -134,7 +134,7 @@ def _is_linear(call: Call) -> bool:
     return scaled and "rounding_mode" not in call.kwargs
 
 
-def _coefficients(model: ExecutableModel, operators: Sequence[int], entering: Sequence[str]) -> dict[str, float]:
+def _coefficients(model: TracedModel, operators: Sequence[int], entering: Sequence[str]) -> dict[str, float]:
     """Tensor that enters the epilogue -> the loss's gradient by it, found by running the epilogue on zeros."""
     graph = model.graph
     leaves = {name: torch.zeros(graph.tensors[name].shape, dtype=torch.float64, requires_grad=True) for name in entering}

@@ -15,10 +15,10 @@ from soap.model.graph import FactorKind
 from soap.model.sparse_access import HALVINGS, Lookup, RowAccess, halvings
 from soap.tracing.calls import Program, needed, results_of
 from soap.tracing.compiled import OperatorProgram, ProgramStep
-from soap.tracing.execute import ExecutableModel
+from soap.tracing.execute import TracedModel
 
 
-def measure_rows(model: ExecutableModel, batches: Iterable[Sequence[torch.Tensor]]) -> dict[str, RowAccess]:
+def measure_rows(model: TracedModel, batches: Iterable[Sequence[torch.Tensor]]) -> dict[str, RowAccess]:
     """The model's sparse parameters with rows counted from these batches. Parameters whose lookups need constants without values stay
     as they were. Batches of other shapes than the model's (a last one that is smaller) are skipped. ModelError if no batch is left, or
     indices are out of range."""
@@ -41,7 +41,7 @@ def measure_rows(model: ExecutableModel, batches: Iterable[Sequence[torch.Tensor
     return {name: known[name].result(counted) if name in known else access for name, access in model.graph.sparse.items()}
 
 
-def measured_by_examples(model: ExecutableModel) -> dict[str, RowAccess]:
+def measured_by_examples(model: TracedModel) -> dict[str, RowAccess]:
     """The same from the batch with which the model was traced, from which soap-run draws its batches if it is given none. If it looks
     up one row only, again and again, it is taken for a placeholder (``torch.zeros``), and counts stay as assumed. All counts stay if
     there is no such batch, it has no values, or it names rows that do not exist: it may only be there for its shapes."""
@@ -55,7 +55,7 @@ def measured_by_examples(model: ExecutableModel) -> dict[str, RowAccess]:
     return {name: found[name] if found[name].touched[0] > 1 else access for name, access in model.graph.sparse.items()}
 
 
-def columns_read(model: ExecutableModel, batch: Sequence[torch.Tensor], position: int) -> dict[str, int] | None:
+def columns_read(model: TracedModel, batch: Sequence[torch.Tensor], position: int) -> dict[str, int] | None:
     """By sparse parameter, the column of input ``position`` (samples, columns) whose values are the rows that it looks up. None if any
     parameter is looked up otherwise: several times, or by what is computed from the input."""
     counters = {name: _Counter(model, name, access) for name, access in model.graph.sparse.items()}
@@ -78,7 +78,7 @@ def columns_read(model: ExecutableModel, batch: Sequence[torch.Tensor], position
 class _Counter:
     """Counts for one parameter. ``indices``: the values that hold its lookups' indices."""
 
-    def __init__(self, model: ExecutableModel, name: str, access: RowAccess) -> None:
+    def __init__(self, model: TracedModel, name: str, access: RowAccess) -> None:
         self._name, self._access = name, access
         self._levels = halvings(access.indices)
         self._touched = [0] * len(self._levels)
@@ -127,7 +127,7 @@ class _Counter:
         return rows
 
 
-def _step(model: ExecutableModel, lookup: Lookup) -> ProgramStep:
+def _step(model: TracedModel, lookup: Lookup) -> ProgramStep:
     """The call that looks rows up."""
     program: OperatorProgram = model.programs[model.graph.operators[lookup.operator].name]
     value, maps = program.parameters[lookup.parameter]
@@ -140,7 +140,7 @@ def _on_meta(program: Program, value: str) -> bool:
     return any(program.constants[name].is_meta for name in read if name in program.constants)
 
 
-def _values(model: ExecutableModel, wanted: set[str], batch: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+def _values(model: TracedModel, wanted: set[str], batch: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
     """These values for a batch."""
     program = model.program
     values: dict[str, torch.Tensor] = {**model.constants, **dict(zip(program.inputs, batch, strict=True))}

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from soap.elastic.cut import Cut
 from soap.elastic.lookups import gradient_of_rows, sums_of_rows
 from soap.errors import ElasticError
-from soap.tracing.execute import ExecutableModel
+from soap.tracing.execute import TracedModel
 from soap.tracing.load import load_model
 from tests.elastic.models import Ragged, exported, in_float64, ragged_inputs, whole_gradients
 
 
-def compare(model: ExecutableModel, inputs: list[Tensor]) -> Cut:
+def compare(model: TracedModel, inputs: list[Tensor]) -> Cut:
     """The cut model with owners that this process plays itself, beside the whole one."""
     values = {name: value.detach() for name, value in model.parameters.items()}
     loss, gradients = whole_gradients(model, inputs, values)

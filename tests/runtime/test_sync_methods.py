@@ -31,7 +31,7 @@ from soap.simulator.lowering import build_plan
 from soap.strategy.config import Strategy, SyncConfig
 from soap.strategy.sync import ALL_REDUCE, SHARDED, SHARDED_IN_HOSTS, SHARDED_STATE, SPARSE_ALL_GATHER, compressed, parameter_server
 from soap.strategy.sync_contracts import METHODS, Contract, named
-from soap.tracing.execute import ExecutableModel
+from soap.tracing.execute import TracedModel
 from soap.tracing.export import export_model
 from tests.extent import often
 from tests.kept_models import ModelFiles
@@ -60,7 +60,7 @@ class Case:
     topology: Topology = TWO_BY_TWO
     oracle: Oracle = train_alone
 
-    def strategy(self, model: ExecutableModel, samples: int) -> Strategy:
+    def strategy(self, model: TracedModel, samples: int) -> Strategy:
         devices = range(self.topology.device_count)
         return synchronized(by_samples(model.graph, devices, samples), model.graph, self.sparse, self.dense)
 

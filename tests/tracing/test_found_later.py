@@ -15,7 +15,7 @@ from torch import nn
 from soap.runtime.trainer import Trainer
 from soap.strategy.classical import data_parallel
 from soap.tracing import footprints
-from soap.tracing.execute import ExecutableModel
+from soap.tracing.execute import TracedModel
 from soap.tracing.footprints import find_footprints
 from soap.tracing.load import load_program
 from tests.runtime.pool import Pool
@@ -32,7 +32,7 @@ class Small(nn.Module):
         return (self.last(self.hidden(inputs).relu()) ** 2).mean()
 
 
-def read() -> ExecutableModel:
+def read() -> TracedModel:
     return load_program(torch.export.export(Small(), (torch.ones(4, 6),)), "small")
 
 
@@ -42,7 +42,7 @@ class Sought:
     def __init__(self) -> None:
         self.count = 0
 
-    def __call__(self, model: ExecutableModel, *, on_gpus: bool = False) -> Any:
+    def __call__(self, model: TracedModel, *, on_gpus: bool = False) -> Any:
         self.count += 1
         return find_footprints(model, on_gpus=on_gpus)
 

@@ -17,7 +17,7 @@ from soap.mixed.run.plan import Stage
 from soap.runtime.updates.optimizers import OptimizerFactory, ScheduleFactory
 from soap.runtime.updates.schedules import Schedule
 from soap.tracing.calls import BufferRef, Call, Program, walk
-from soap.tracing.execute import ExecutableModel
+from soap.tracing.execute import TracedModel
 from soap.tracing.model import TileContext
 
 
@@ -38,7 +38,7 @@ class StageProgram:
 
     def __init__(
         self,
-        model: ExecutableModel,
+        model: TracedModel,
         stage: Stage,
         frozen: Mapping[str, torch.Tensor],
         buffers: dict[str, torch.Tensor],
@@ -107,7 +107,7 @@ class StageProgram:
         return vector, [own.contiguous() for own in whole[count:]]
 
 
-def _value_names(model: ExecutableModel, names: Sequence[str]) -> dict[str, str]:
+def _value_names(model: TracedModel, names: Sequence[str]) -> dict[str, str]:
     """By activation of the graph, its name in the program."""
     graph = model.graph
     places = {name: graph.producers[name] for name in names}

@@ -24,8 +24,8 @@ from soap.model.regions import lengths, subtract, volume, whole
 from soap.plan.plan import Plan
 from soap.runtime.checkpoint.folder import MANIFEST, begin, discard, publish, resolve, unwritable
 from soap.runtime.checkpoint.manifest import (
+    NO_STATE,
     Manifest,
-    ParameterState,
     damaged,
     model_name,
     read_manifest,
@@ -54,7 +54,7 @@ from soap.runtime.updates.loss_scaling import LossScaler
 from soap.runtime.updates.optimizers import recorded_name
 from soap.runtime.updates.parts import Part
 from soap.runtime.updates.schedules import Schedule
-from soap.tracing.model import TracedModel
+from soap.tracing.execute import TracedModel
 
 
 def kept_names(plan: Plan) -> dict[str, tuple[str, ...]]:
@@ -259,7 +259,7 @@ def _regions_to_save(training: Training, known: Known, buffers: Mapping[str, tor
 
 
 def _state_to_save(part: Part, optimizer: torch.optim.Optimizer, known: Known) -> list[Region]:
-    own, state = known.states.get(part.parameter, ParameterState()), optimizer.state.get(part.tensor, {})
+    own, state = known.states.get(part.parameter, NO_STATE), optimizer.state.get(part.tensor, {})
     regions = [Region(state_name(part.parameter, key), part.shape, part.box, state[key]) for key in own.regions]
     for key in own.others:
         shape = tuple(state[key].shape)

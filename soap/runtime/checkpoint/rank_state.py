@@ -27,7 +27,7 @@ from soap.errors import CheckpointError, SoapWarning
 from soap.model.regions import Box, intersect, lengths, subtract, whole
 from soap.plan.plan import ShardSync
 from soap.plan.syncs.compressed import compressed_names, compressed_shards
-from soap.runtime.checkpoint.manifest import Manifest, ParameterState, RankStates, place_name, sync_state_name
+from soap.runtime.checkpoint.manifest import Manifest, ParameterState, RankEntry, RankStates, place_name, sync_state_name
 from soap.runtime.checkpoint.storage import Region
 from soap.runtime.comm.redistribute import Communicator
 from soap.runtime.compression.peer import MOMENTUM, STEPS, CompressedTraining
@@ -63,14 +63,13 @@ def states_of(comm: Communicator, store: ShardStore, gradients: Gradients) -> di
     syncs, own = compressed_shards(store.plan), []
     for shard, state in _states(gradients).items():
         box, peers = store.plan.shards[shard].box, syncs[shard].peers
-        entry: dict[str, Any] = {"box": [list(side) for side in box], "place": peers.index(store.rank), "peers": len(peers)}
-        entry["numbers"] = dict(state.numbers)
-        entry["own"] = {name: [str(tensor.dtype).removeprefix("torch."), float(tensor)] for name, tensor in state.own.items()}
+        own_numbers = {name: (str(tensor.dtype).removeprefix("torch."), float(tensor)) for name, tensor in state.own.items()}
+        entry = RankEntry(box, peers.index(store.rank), len(peers), dict(state.numbers), own_numbers)
         names, common = tuple(state.summed), tuple(common_name(name, box) for name in state.common)
         own.append((store.plan.shards[shard].parameter, RankStates(names, len(peers), _settings(syncs[shard]), common, (entry,))))
     found: dict[str, RankStates] = {}
     for parameter, one in (each for ranks in comm.gather(own) for each in ranks):
-        before = found.get(parameter, RankStates(one.names, 0, one.method))
+        before = found.get(parameter, RankStates(one.names, 0, one.method, (), ()))
         every = tuple(dict.fromkeys((*before.common, *one.common)))
         found[parameter] = RankStates(one.names, max(before.peers, one.peers), one.method, every, (*before.entries, *one.entries))
     return found
@@ -111,18 +110,14 @@ def require_same_training(compressing: CompressedTraining, store: ShardStore, ma
             )
 
 
-def _overlapping(stored: RankStates, box: Box) -> list[Mapping[str, Any]]:
+def _overlapping(stored: RankStates, box: Box) -> list[RankEntry]:
     """The entries of regions that share elements with this one."""
-    return [entry for entry in stored.entries if intersect(_box(entry), box) is not None]
+    return [entry for entry in stored.entries if intersect(entry.box, box) is not None]
 
 
-def _box(entry: Mapping[str, Any]) -> Box:
-    return tuple((int(a), int(b)) for a, b in entry["box"])
-
-
-def _counts(entries: Iterable[Mapping[str, Any]]) -> set[int]:
+def _counts(entries: Iterable[RankEntry]) -> set[int]:
     """Numbers of peers."""
-    return {entry["peers"] for entry in entries}
+    return {entry.peers for entry in entries}
 
 
 def rank_state_to_read(store: ShardStore, manifest: Manifest, gradients: Gradients) -> Wanted:
@@ -176,14 +171,14 @@ def _restore_own(state: State, stored: RankStates, sync: ShardSync, box: Box, ra
     """Thresholds and numbers: this peer's own if nothing has changed, else those numbers that are equal everywhere."""
     state.own.clear()
     near = _overlapping(stored, box)
-    mine = [own for own in near if _box(own) == box and own["place"] == sync.peers.index(rank)]
+    mine = [own for own in near if own.box == box and own.place == sync.peers.index(rank)]
     if mine and _counts(near) == {len(sync.peers)} and stored.method == _settings(sync):
-        state.numbers = dict(mine[0]["numbers"])
-        state.own |= {name: torch.tensor(value, dtype=getattr(torch, kind)) for name, (kind, value) in mine[0]["own"].items()}
+        state.numbers = dict(mine[0].numbers)
+        state.own |= {name: torch.tensor(value, dtype=getattr(torch, kind)) for name, (kind, value) in mine[0].own.items()}
         return
     known = near or stored.entries
-    first = known[0]["numbers"] if known else {}
-    state.numbers = {name: value for name, value in first.items() if all(own["numbers"].get(name) == value for own in known)}
+    first = known[0].numbers if known else {}
+    state.numbers = {name: value for name, value in first.items() if all(own.numbers.get(name) == value for own in known)}
     if stored.method.get("method") != _settings(sync)["method"]:
         state.numbers = {name: value for name, value in state.numbers.items() if name == STEPS}
 
@@ -208,10 +203,10 @@ def _tell(store: ShardStore, manifest: Manifest, compressing: CompressedTraining
             dropped[parameter] = min(gone)
         elif others:
             summed.setdefault(parameter, (max(others), len(sync.peers)))
-        elif (stored.method, {_box(own) for own in near}) != (_settings(sync), {box}) and _has_own(stored, near):
+        elif (stored.method, {own.box for own in near}) != (_settings(sync), {box}) and _has_own(stored, near):
             anew[parameter] = None
     for parameter, stored in manifest.rank_states.items():
-        left = list(dict.fromkeys(_box(entry) for entry in stored.entries)) if stored.names else []
+        left = list(dict.fromkeys(entry.box for entry in stored.entries)) if stored.names else []
         for box in boxes.get(parameter, ()):
             left = [piece for rest in left for piece in subtract(rest, box)]
         if left:
@@ -238,9 +233,9 @@ def _tell(store: ShardStore, manifest: Manifest, compressing: CompressedTraining
         )
 
 
-def _has_own(stored: RankStates, near: Iterable[Mapping[str, Any]]) -> bool:
+def _has_own(stored: RankStates, near: Iterable[RankEntry]) -> bool:
     """Whether there is anything that only the same peer of the same region can go on from."""
-    return bool(stored.common) or any(entry["own"] for entry in near)
+    return bool(stored.common) or any(entry.own for entry in near)
 
 
 def _kept(compression: Compression | None, compressing: CompressedTraining) -> set[str]:

@@ -24,7 +24,7 @@ from soap.plan.syncs.sharing import copies_of, holders
 from soap.runtime.comm.packing import assemble, cut
 from soap.runtime.comm.redistribute import Communicator
 from soap.runtime.sync.roles import pieces, pieces_read, uses_of_pieces
-from soap.tracing.model import TracedModel
+from soap.tracing.execute import TracedModel
 
 
 class Layout:

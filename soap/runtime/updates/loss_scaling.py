@@ -16,7 +16,7 @@ from soap.runtime.comm.packing import plain
 from soap.runtime.comm.redistribute import Communicator
 from soap.runtime.trace import Watch, watch_nothing
 from soap.simulator.tasks import TaskKind
-from soap.tracing.model import TracedModel
+from soap.tracing.execute import TracedModel
 
 SMALLEST, LARGEST = 2.0**-24, 2.0**127
 """Bounds of the scale, beyond which it says nothing any more: float32's range."""
@@ -42,7 +42,7 @@ class LossScaling:
 
 def needs_scaling(model: TracedModel) -> bool:
     """Whether a model computes in float16 by autocast."""
-    return getattr(model, "autocast", None) == "float16"
+    return model.autocast == "float16"
 
 
 def require_scalable(plan: Plan, scaler: LossScaler | None) -> None:
