@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from soap.cli.command import Parser, UsageError
+from soap.cli.options import part_of_the_box
 from soap.cli.plain_text import aligned
 from soap.cluster.topology import DeviceKind, Topology
 from soap.emulation.hosts import Card, HostLimits, host_limits
@@ -167,14 +168,3 @@ def text(report: Mapping[str, Any]) -> str:
     if emulation["scale"] != 1:
         parts.append(f"  link rates and CPU shares times {emulation['scale']:g}; predicted times are divided by it")
     return "\n".join(parts)
-
-
-def part_of_the_box(value: str) -> float:
-    """Parse ``--emulate-scale``. argparse.ArgumentTypeError unless it is above 0 and at most 1."""
-    try:
-        scale = float(value)
-    except ValueError:
-        scale = 0.0
-    if not 0 < scale <= 1:
-        raise argparse.ArgumentTypeError(f"{value!r} is not allowed; expected a number above 0 and at most 1")
-    return scale

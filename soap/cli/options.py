@@ -188,10 +188,7 @@ def not_negative(text: str) -> int:
 
 def positive_number(text: str) -> float:
     """A finite number above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = float("nan")
+    value = _number(text)
     if not (isfinite(value) and value > 0):
         raise argparse.ArgumentTypeError(f"{text!r} is not allowed; expected a number above 0")
     return value
@@ -199,10 +196,7 @@ def positive_number(text: str) -> float:
 
 def not_negative_number(text: str) -> float:
     """A finite number of at least 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = float("nan")
+    value = _number(text)
     if not (isfinite(value) and value >= 0):
         raise argparse.ArgumentTypeError(f"{text!r} is not allowed; expected a number of at least 0")
     return value
@@ -366,13 +360,26 @@ def module_name(text: str) -> str:
 def alpha(text: str) -> tuple[str, float]:
     """Parse ``embedding*=0.05``. Whether a batch can touch so many rows is checked when the model is known."""
     pattern, found, number = text.rpartition("=")
-    try:
-        share = float(number)
-    except ValueError:
-        share = 0.0
+    share = _number(number)
     if not found or not pattern or not 0 < share <= 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not allowed; expected GLOB=SHARE, such as 'embedding*=0.05', above 0 and at most 1")
     return pattern, share
+
+
+def _number(text: str) -> float:
+    """The number that a text is; none (NaN) for other texts."""
+    try:
+        return float(text)
+    except ValueError:
+        return float("nan")
+
+
+def part_of_the_box(text: str) -> float:
+    """A number above 0 and at most 1."""
+    value = _number(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; expected a number above 0 and at most 1")
+    return value
 
 
 def _whole(text: str, least: int) -> int:
