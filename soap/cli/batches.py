@@ -69,8 +69,7 @@ class DrawnBatches:
 
 
 def user_batches(spec: str, size: int) -> Batches:
-    """The batches of ``--data``: of ``size`` samples, where samples have numbers (``preprocessed:OUT``: what ``soap-preprocess`` wrote; a
-    callable that returns a torch dataset), else as they come."""
+    """The batches of ``--data``, of ``size`` samples where samples have numbers (``preprocessed:OUT``, a torch dataset)."""
     folder = folder_of(spec)
     if folder is not None:
         from soap.data import Preprocessed

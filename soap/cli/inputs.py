@@ -18,8 +18,7 @@ from soap.strategy.named import forms
 
 
 def check_inputs(args: argparse.Namespace) -> None:
-    """Raise what the command would otherwise say later: of files that are not there, and of a strategy for another cluster. Nothing is
-    imported for it that takes long, and nothing measured."""
+    """Raise at once, without slow imports, what would be said later: of missing files, and of a strategy for another cluster."""
     strategy = getattr(args, "strategy", None)
     header = api.load_strategy_header(strategy) if strategy else None
     if not args.model.startswith("zoo:"):
@@ -37,8 +36,7 @@ def _may_fit(devices: int, topology: Topology, args: argparse.Namespace) -> bool
 
 
 def add_asked(parser: Parser, *, required: bool = True) -> None:
-    """MODEL, the cluster, the costs, rows of sparse parameters, memory, and ``--strategy FILE`` or ``--builtin NAME``: one of these two, or
-    none unless ``required``."""
+    """MODEL, the cluster, costs, rows, memory, and ``--strategy FILE`` or ``--builtin NAME``: one, or none unless ``required``."""
     add_model(parser, positional=True)
     add_cluster(parser)
     add_costs(parser)

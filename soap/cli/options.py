@@ -289,8 +289,7 @@ def lossy_method(text: str) -> Compression:
 
 
 def add_compressed_training(parser: Parser, when: str = "", lossy: str = "") -> None:
-    """Clipping, and what training by a plan that compresses has beside the optimizer. ``when``: what the helps begin with; ``lossy``: what
-    those of a plan that compresses begin with."""
+    """Clipping, and what a plan that compresses has beside the optimizer. ``when``, ``lossy``: what helps begin with."""
     parser.add_argument("--clip-norm", metavar="X", type=positive_number, help=f"{when}scale gradients to at most this global norm")
     parser.add_argument(
         "--correct-momentum",

@@ -152,8 +152,7 @@ def converted(job: Job, batches: Batches) -> Batches:
 def _measure(
     job: Job, model: TracedModel, name: str, batches: Batches, saver: Saver | None
 ) -> tuple[StepTimes, float | None, Mapping[str, Any] | None]:
-    """Run all steps of the job, and for what is saved evaluate it then; with it the state of the loss's scaler. The first few steps are not
-    timed, unless there are no others."""
+    """Run all steps of the job, then evaluate; with it the state of the loss's scaler. The first few steps are not timed."""
     trainer = make_trainer(job, model, name)
     if saver is not None and job.log is not None and trainer.rank == 0:
         trainer.on_step = step_log.logger(job.log, after=job.checkpoints.resumed_at)

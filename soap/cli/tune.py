@@ -251,8 +251,7 @@ def _predicted(simulation: Simulation) -> dict[str, Any]:
 
 
 def document(tuning: Tuning, predicted_ns: Mapping[int, int]) -> dict[str, Any]:
-    """Samples, fit and choice as plain JSON values. The keys are part of the command's interface. ``deviation``: relative root mean
-    square of the samples' distances from the curve."""
+    """Samples, fit and choice as plain JSON values. ``deviation``: relative root mean square of distances from the curve."""
     curve = tuning.curve
     samples = [
         {

@@ -150,8 +150,7 @@ def _may_be_kept(outcome: api.SearchOutcome, name: str, strategy: Strategy) -> b
 
 
 def document(runs: Sequence[api.Run], kept: api.Run, seconds: float) -> dict[str, Any]:
-    """Plain JSON values. The keys are part of the command's interface. ``gain``: over data parallelism, of what was compared with it
-    alone; ``needed``: what ``at_least`` must exceed."""
+    """Plain JSON values. ``gain``: over data parallelism, of what was compared with it alone; ``needed``: what ``at_least`` must exceed."""
     return {
         "kept": kept.name,
         "seconds": round(seconds, 1),

@@ -116,8 +116,7 @@ gradient itself."""
 
 
 def sums_of_rows(weight: Tensor, lookups: Lookups) -> Tensor:
-    """(samples, outputs): for each sample the sum of the rows of ``weight`` (rows, outputs) that it names, each times its value. Zeros for
-    a sample without ids. The look-ups must have been checked."""
+    """(samples, outputs): by sample, the sum of the rows of ``weight`` that it names, times their values. Look-ups must be checked."""
     if not lookups.entries:
         return weight.new_zeros((lookups.samples, weight.shape[1]))
     values = None if lookups.values is None else lookups.values.to(weight.dtype)

@@ -36,8 +36,7 @@ FACTORS = (1, 2)
 
 @dataclass(frozen=True)
 class Choice:
-    """``servers``: of each kind of machine, how many; None: fully connected. ``partitions``: of each table, or as many as it has
-    positions. ``axes``: of each table."""
+    """``servers``: by kind of machine; None: fully connected. ``partitions``: of a table, at most its positions. ``axes``: by table."""
 
     servers: tuple[int, ...] | None
     partitions: int

@@ -26,8 +26,7 @@ from soap.runtime.updates.optimizers import OptimizerFactory
 
 @dataclass(frozen=True)
 class Keeping:
-    """How servers keep their partitions, see ``Store``. ``folder``: each server has one below it, on its own machine's disk.
-    ``temporary``: that is removed when the server is closed."""
+    """How servers keep partitions, see ``Store``: each below ``folder`` on its own machine. ``temporary``: removed on close."""
 
     folder: str
     optimizer: OptimizerFactory

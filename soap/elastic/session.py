@@ -54,8 +54,7 @@ TOKEN = "token"
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """A cluster that this process belongs to. ``keeper``: the process that keeps our own; None if we joined another. ``before``: where
-    this process had listened before it belonged to the cluster."""
+    """A cluster that this process belongs to. ``keeper``: of our own; None if joined. ``before``: where this process listened before."""
 
     address: str
     interface: str = LOOPBACK
@@ -187,8 +186,7 @@ def _untold() -> None:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Within the context Ray's native part is not heard on standard error, where ``QUIET`` holds: it says there that it will be quiet. What
-    other threads write there passes."""
+    """Within the context Ray's native part is not heard on standard error, where ``QUIET`` holds. Other threads are."""
     if os.environ.get(LEVEL) != QUIET:
         yield
         return

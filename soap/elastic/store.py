@@ -34,8 +34,7 @@ FORMAT = 1
 
 
 def locked(folder: Path) -> int:
-    """The folder, made if need be, locked for this process: a file that the system closes with the process, however it ends. ElasticError
-    in one line if another server has it."""
+    """The folder, made if need be, locked for this process, however it ends. ElasticError in one line if another server has it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -130,8 +129,7 @@ class DurableShard:
         raise ElasticError(f"a message {message.kind.name} of {len(tensors)} arrays; expected a gradient")
 
     def count(self, message: Message, make_room: Callable[[], None]) -> int:
-        """Write a push to the log, then apply it, unless its lease has counted. Returns the version. ``make_room``: called if the disk is
-        full, before it is tried once more."""
+        """Log a push, then apply it, unless its lease has counted. Returns the version. ``make_room``: called once if the disk is full."""
         if message.lease < 0:
             raise ElasticError(f"lease {message.lease}; expected a number from 0 on")
         gradient = self.gradient(message)

@@ -440,8 +440,7 @@ def _points(own: Sequence[LinkTiming]) -> tuple[tuple[int, int], ...]:
 
 
 def _port(topology: Topology, link: int, busy: AlphaBeta, seconds_per_byte: float, busier_seconds: float) -> Port:
-    """How busy messages over a link keep the device at its end: its share of the link's seconds per byte, the time for a message
-    without bytes, and the extra time within steps."""
+    """How busy messages over a link keep the device at its end: seconds per byte, for no bytes, and the extra within steps."""
     names = {device.name: device.index for device in topology.devices}
     ends = (topology.links[link].source, topology.links[link].target)
     device = next((names[end] for end in ends if end in names), None)

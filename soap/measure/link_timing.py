@@ -94,8 +94,7 @@ def _compute(blocks: Sequence[_Block]) -> None:
 
 
 class StepChain(TileChain):
-    """Operators that read what the one before made, and the one before that, as residual connections and norms do. So a segment begins
-    from several values, of which one comes from another device."""
+    """Operators that read what the two before made, as residual connections do: a segment begins from several values."""
 
     def __init__(self, count: int) -> None:
         super().__init__(count)
@@ -111,8 +110,7 @@ class StepChain(TileChain):
 
 
 class WorkingChain(StepChain):
-    """``parts``: how many tiles an operator may be split into, whose outputs are summed. The last operator is whole. ``blocks``: amount
-    of work of each tile, none for a tile that only hands on."""
+    """``parts``: tiles of an operator at most, whose outputs are summed; the last one is whole. ``blocks``: amount of work of each tile."""
 
     def __init__(self, count: int, parts: int, blocks: int = 0) -> None:
         super().__init__(count)
@@ -218,8 +216,7 @@ Busy = Callable[[], float]
 
 
 class _PerTile(NamedTuple):
-    """Seconds: of a tile of a chain on one device; how much longer it takes across devices in each step; and how long that keeps a
-    device busy, at one of a message's two ends."""
+    """Seconds: of a tile on one device; how much longer it takes across devices in a step; how long that keeps a device busy."""
 
     alone: float
     longer: list[float]

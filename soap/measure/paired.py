@@ -15,8 +15,7 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """How many times as fast one strategy is as another one. ``at_least``: with ``CONFIDENCE``; 0 if there were too few rounds to tell
-    (fewer than five, even all alike, may be chance)."""
+    """How many times as fast one strategy is as another. ``at_least``: with ``CONFIDENCE``; 0 if fewer than five rounds tell nothing."""
 
     ratio: float
     at_least: float

@@ -311,8 +311,7 @@ def cpu_model() -> str:
 
 
 def memory_bytes() -> int:
-    """Main memory of this machine, or of the container that this process runs in. In whole GiB if it is at least one: the exact figure
-    changes with every kernel, and the topology's hash must not."""
+    """Main memory of this machine or container, in whole GiB if it is at least one: the exact figure changes with every kernel."""
     limits = []
     try:
         limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))

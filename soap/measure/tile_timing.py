@@ -88,8 +88,7 @@ class TileOperands:
         return value[relative(box, whole(value.shape))]
 
     def _unread(self, tile: Tile) -> frozenset[str]:
-        """Whether batch norm's statistics can be left out: nobody reads them if the operators behind are cut alike. For part of the
-        channels that is not known, so they are made."""
+        """Whether batch norm's statistics can be left out, as nobody reads them if the operators behind are cut alike."""
         op, tiles = self.graph.operators[tile.operator], [tile]
         shapes = (self.graph.tensors[operand.tensor].shape for operand in op.inputs)
         if all(box == whole(shape) for box, shape in zip(tile.inputs, shapes, strict=True)):

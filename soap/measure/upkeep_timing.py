@@ -66,8 +66,7 @@ def time_copy(size_bytes: int, device: torch.device, threads: int = 1, share: fl
 
 
 def time_runtime(device: torch.device, threads: int = 1, share: float = 1.0) -> Sample:
-    """Time of a tile in a step besides its calls, forward and backward together: steps of two chains of tiles that compute nothing. It
-    is the processor's work, also for a GPU's tile."""
+    """The processor's time of a tile in a step besides its calls, both passes together: steps of two chains of empty tiles."""
     clock = clock_for(device, threads, share) if device.type == "cpu" else CpuClock(threads)
     few, many = (_steps(clock, device, count) for count in CHAINS)
     tiles = CHAINS[1] - CHAINS[0]

@@ -96,8 +96,7 @@ def copies_on_processors(in_flight: int, bound: int | None) -> int:
 
 
 class Partitioner:
-    """Cuts one model on one cluster. Answers for devices that are alike are worked out once. ``graph``: of one minibatch. ``bound``: D,
-    which decides what stages hold on processors; None for none."""
+    """Cuts one model on one cluster, devices that are alike once. ``graph``: of one minibatch. ``bound``: D, or None, for processors."""
 
     def __init__(self, graph: OperatorGraph, topology: Topology, costs: CostModel, bound: int | None = 0) -> None:
         self.graph, self.topology, self.bound = graph, topology, bound
@@ -192,8 +191,7 @@ class Partitioner:
         return WorkerPlan(_priced_stages(costs, chain, devices, found.kinds, found.firsts, kept), in_flight, found.slowest_ns)
 
     def given(self, stages: Sequence[tuple[int, int]], in_flight: int) -> WorkerPlan:
-        """The stages that somebody else has chosen: (device, first operator) of each. They need not fit into memory. ElasticError in one
-        line if one begins where no stage may."""
+        """The given stages, (device, first operator) of each, whether they fit or not. ElasticError if one begins where none may."""
         groups = self._groups([device for device, _ in stages])
         costs, kept = self._priced(groups), kept_minibatches(len(stages), in_flight)
         for device, first in stages:

@@ -43,8 +43,7 @@ class Found:
 
 
 def fitting(tries: Iterable[tuple[Finder, Allocation]]) -> list[Found]:
-    """Those allocations that fit, each with the best number of minibatches in flight, by the finder for its minibatches. The first one's
-    ElasticError if none fits; nothing if there are none."""
+    """The allocations that fit, each with its best number of minibatches in flight. The first one's ElasticError if none does."""
     found, problems = list[Found](), list[ElasticError]()
     for finder, allocation in tries:
         try:

@@ -27,8 +27,7 @@ GZIP_RATIO = 4
 
 
 def disk_needed(units: Sequence[Unit], parquet: bool) -> int:
-    """About how many bytes all files of a run take at their most: as much as the input for what steps leave for each other, and the final
-    arrays; what is uncompressed; and Parquet."""
+    """About how many bytes a run's files take at most: intermediate ones as the input, the final arrays, uncompressed parts, Parquet."""
     raw = sum(unit.size * (GZIP_RATIO if unit.kind == GZIP else 1) for unit in units)
     inflated = sum(GZIP_RATIO * unit.size for unit in units if unit.kind == GZIP)
     return inflated + round(raw * (1.6 + 0.7 * parquet))

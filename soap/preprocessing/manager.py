@@ -176,8 +176,7 @@ class Load:
         self._users: set[int] = set()
 
     def others(self, own: Iterable[int], cores: Container[int]) -> float:
-        """So many of these cores (numbers), lately. ``own``: ids of our processes, which run on no other ones; what those of their children
-        used that have ended is ours, too."""
+        """So many of these cores (numbers), lately. ``own``: ids of our processes, on no others; ended children's time is ours, too."""
         now = self._clock()
         if self._before is None or now - self._before[0] >= LEAST_INTERVAL_S:
             with suppress(OSError):

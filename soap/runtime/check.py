@@ -322,8 +322,7 @@ class _Reference:
         after: Mapping[str, torch.Tensor],
         summed: Mapping[str, torch.Tensor],
     ) -> list[Difference]:
-        """Run one step in one process from the state ``before``. Returns each tensor's difference from the ranks' result. ``gradients``:
-        those of the update; ``summed``: the same before compression."""
+        """Run one step in one process from ``before``. Returns each tensor's difference. ``summed``: gradients before compression."""
         expected = step_alone(self.trainer, step, inputs, before)
         assert expected is not None
         with torch.no_grad():

@@ -72,8 +72,7 @@ BySamples = Mapping[str, Samples]
 
 @dataclass(frozen=True)
 class Batch:
-    """A micro-batch as this rank is given it: in full, or, if ``size`` is not None, its part of a batch of so many samples. ``dims``: by
-    input, its dimension of samples; None if it has none."""
+    """A micro-batch as this rank has it: in full, or its part of ``size`` samples. ``dims``: by input, its dimension of samples or None."""
 
     tensors: Tensors
     size: int | None
@@ -90,8 +89,7 @@ class Batch:
 
 
 def micro_batches(inputs: Sequence[Given], names: Sequence[str], most: int, divided: Mapping[str, int]) -> list[Batch]:
-    """Cut what a step is given into its micro-batches: 1 to ``most``, one after the other. RuntimeFailure if the number does not fit.
-    ``divided``: inputs -> their dimension of samples."""
+    """Cut what a step is given into 1 to ``most`` micro-batches. RuntimeFailure if that fails. ``divided``: inputs -> sample dimension."""
     dims = tuple(divided.get(name) for name in names)
     each = "" if most == 1 else f" for each of 1 to {most} micro-batches, one after the other"
     if any(isinstance(own, PartBatch) for own in inputs):

@@ -47,8 +47,7 @@ class SizedProgram:
     """The program of all ranks, on rank 0."""
 
     def inputs(self, batch: Batch) -> StepInputs:
-        """Inputs, constants and state (held in buffers) by name, on this rank's device. RuntimeFailure if a part of a batch has not the
-        samples that this rank reads."""
+        """Inputs, constants and state by name, on this rank's device. RuntimeFailure if a part of a batch lacks what the rank reads."""
         if batch.size is not None:
             check_samples(batch, self.samples)
         state = {tensor: self.trainer.buffers[name] for tensor, name in self.model.state.items()}

@@ -231,8 +231,7 @@ class Trainer:
         return () if self.optimizer is None else tuple(float(group["lr"]) for group in self.optimizer.param_groups)
 
     def given_batches(self, sizes: BatchSizes, inputs: Sequence[Given], purpose: str) -> list[Batch]:
-        """The micro-batches of what a step is given, checked; what is given first for this purpose is compared with other ranks', and
-        hashes of what is given later: ``alike.require`` waits for them."""
+        """The micro-batches of what a step is given, checked and compared with other ranks'; ``require`` waits for later hashes."""
         parts = sizes.batches(inputs)
         self.alike.begin(parts, sizes, purpose)
         sizes.check(parts)
@@ -260,8 +259,7 @@ class Trainer:
         return found
 
     def _forget_values(self) -> None:
-        """Free the model's values of parameters that this rank does not keep in the model's own memory: it has parts of them elsewhere, or
-        none. What no shard covers stays, since it is nowhere else."""
+        """Free the model's values of parameters of which this rank has parts elsewhere, or none. What no shard covers stays."""
         parameters, kept = self.model.parameters, {leaf.untyped_storage().data_ptr() for leaf in self.shards.leaves.values()}
         covered = dict.fromkeys(parameters, 0)
         for shard in self.plan.shards:

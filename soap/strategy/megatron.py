@@ -58,8 +58,7 @@ def hybrid(graph: OperatorGraph, topology: Topology, *, tensor: int, pipeline: i
 
 
 def three_dimensional(graph: OperatorGraph, topology: Topology, *, tensor: int, pipeline: int, microbatches: int = 1) -> Strategy:
-    """``hybrid`` as a pipeline that micro-batches pass by 1F1B: what an operator reads is in its own stage or in one before it.
-    ``microbatches``: as in ``staged``. StrategyError as from ``hybrid``."""
+    """``hybrid`` as a pipeline by 1F1B: an operator reads what its own stage or one before it makes. StrategyError as from ``hybrid``."""
     _require_groups(graph, topology, tensor, pipeline)
     blocks, chains, before = balanced_blocks(operator_work(graph), pipeline), find_chains(graph), list[int]()
     while blocks != before:
@@ -119,8 +118,7 @@ def _everywhere(graph: OperatorGraph, topology: Topology, *, scatters: bool = Fa
 
 
 class _Placement:
-    """One strategy being made. ``orders``: for each operator, the devices of its stage. ``scatters``: cheap operators between split parts
-    are split along sequences where they can be."""
+    """One strategy being made. ``orders``: by operator, its stage's devices. ``scatters``: cheap operators are split along sequences."""
 
     def __init__(self, graph: OperatorGraph, orders: Sequence[tuple[int, ...]], device_count: int, *, scatters: bool = False) -> None:
         self._graph, self._orders, self._device_count, self._scatters = graph, orders, device_count, scatters
@@ -165,8 +163,7 @@ class _Placement:
                 self._chosen[i] = grouped(op, self._orders[i], width, matrix.column)
 
     def _repeat_between(self, width: int) -> None:
-        """Repeat cheap operators on all devices of a group where they read the sums of a split part and lead to another one; or split them
-        along sequences."""
+        """Repeat cheap operators on all devices of a group between sums of one split part and another; or split them along sequences."""
         splits = SequenceSplits(self._graph, width)
         for i in sorted(self._gathered) if self._scatters else ():
             splits.scattered(self._graph.operators[i])

@@ -126,8 +126,7 @@ class Caster:
 def _casts(
     call: Call, names: Sequence[str], values: Mapping[str, Value], dtype: torch.dtype | None, kind: ListOf = "cpu"
 ) -> tuple[list[tuple[str | None, torch.dtype]], list[torch.dtype]]:
-    """Run a call without values, under autocast to ``dtype`` if given: (operand, new type) of each cast that it makes, None standing
-    for a tensor that is no operand; and the types of its outputs."""
+    """Run a call without values, under autocast to ``dtype`` if given: (operand or None, new type) of each cast; and outputs' types."""
     with FakeTensorMode(), torch.no_grad(), _autocast(kind, dtype):
         given = {name: torch.empty(values[name].shape, dtype=values[name].dtype, device=kind) for name in names}
 

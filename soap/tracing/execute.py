@@ -211,8 +211,7 @@ class TracedModel:
             self.source.let_go(self.parameters.keys() & names)
 
     def reference_loss(self, inputs: Sequence[torch.Tensor], parameters: Mapping[str, torch.Tensor], context: TileContext) -> torch.Tensor:
-        """The scalar loss by running the whole exported program in this process, call by call: the oracle for checks. Differentiable.
-        It shares nothing with the tiled execution but random numbers."""
+        """The scalar loss by the whole exported program, call by call; differentiable. It shares but random numbers with the tiles."""
         (loss,) = self.whole_values(self.program, inputs, parameters, context, [self.program.loss])
         return loss
 
@@ -326,8 +325,7 @@ class TracedModel:
             return local.plain()
 
     def end_step(self, context: TileContext) -> None:
-        """Update the buffers by noted statistics, found state and step counters; once per rank and training step.
-        Statistics move in the order of the program, whatever order the tiles ran in."""
+        """Update the buffers by noted statistics (in program order), found state and step counters; once per rank and training step."""
         buffers, statistics = context.buffers, context.statistics
         with torch.no_grad():
             moved = [move for move in self._moving if move[0] in statistics]

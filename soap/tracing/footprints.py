@@ -220,8 +220,7 @@ class _Trials:
         return Footprint(kept, forward, backward, half.keeps | finer.keeps, fixed, product, rows, repeated)
 
     def _together(self, cut: Footprint, parts: Tile, degrees: tuple[int, ...], known: Footprints) -> Footprints:
-        """Footprints with all factors cut, one for each factor: what does not shrink with that factor. A use of memory that single cuts
-        explain counts as 0; empty if that is so for all uses."""
+        """Footprints with all factors cut, one for each: what does not shrink with it; empty if single cuts explain all uses."""
         expected = [tile_bytes(self._op, known, parts.intervals, use) for use in Use]
         sizes = [size if size > other else 0 for size, other in zip(cut.sizes_bytes, expected, strict=True)]
         rows = known[0].in_rows.intersection(*(one.in_rows for one in known))

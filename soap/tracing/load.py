@@ -146,8 +146,7 @@ class FileSource(ProgramSource):
 
 
 def forget_parameters(exported: ExportedProgram, graph: OperatorGraph) -> None:
-    """Replace a program's values of the graph's parameters by meta tensors, one for all names of a parameter, so that whoever has the
-    parameters decides how long they are there."""
+    """Replace a program's values of the graph's parameters by meta tensors, so that whoever has the parameters decides on them."""
     names = {tensor.name for tensor in graph.parameters}
     forgotten: dict[str, torch.nn.Parameter] = {}
     for name, canonical in canonical_names(exported.state_dict).items():

@@ -154,8 +154,7 @@ class _Mask:
 
 
 def _band(mask: _Mask | None) -> Band | None:
-    """The band that a mask is. The first and the last row say which one it can be, and hold all distances from the diagonal; if more than
-    these may matter, all rows are compared."""
+    """The band that a mask is: the first and the last row say which it can be; all rows are compared if more may matter."""
     ends = [] if mask is None else [seen for row in (0, mask.queries - 1) if (seen := mask.seen((row, row + 1))) is not None]
     if mask is None or len(ends) < 2:
         return None

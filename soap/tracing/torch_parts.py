@@ -19,8 +19,7 @@ TRIED = "2.11 to 2.13"
 
 @contextmanager
 def replaced(module: str, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    """Within this context a part of torch is what ``make`` makes of it. ``name``: a function's, or ``Class.method``. ModelError in one line
-    if this version of torch has no such part."""
+    """Within this context a part of torch (a function, or ``Class.method``) is what ``make`` makes of it. ModelError if it is missing."""
     *within, last = name.split(".")
     try:
         owner: Any = import_module(module)
@@ -41,8 +40,7 @@ def replaced(module: str, name: str, make: Callable[[Any], Any]) -> Iterator[Non
 
 @contextmanager
 def quiet_torch() -> Iterator[None]:
-    """Within this context no logger of torch's writes anything, and torch.export prints no graphs: it does both for errors that it
-    raises as well."""
+    """Within this context torch's loggers write nothing, and torch.export prints no graphs, as it does for errors that it raises."""
     printing: Any = torch.export._trace
     printing.print = lambda *_, **__: None  # our ``print`` hides the built-in one, in that module alone
     try:

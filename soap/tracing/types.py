@@ -65,8 +65,7 @@ class TypeMap:
 
 
 def written_out(call: Call, dtype: torch.dtype, values: Mapping[str, Value], unique: Callable[[str], str], emit: Emit) -> Call:
-    """The call as one that makes a result of this type whatever torch's default type is. ``emit`` writes the calls that must come
-    before it, in names that ``unique`` makes."""
+    """The call as one whose result has this type whatever torch's default type is. ``emit`` writes calls before it, ``unique`` names."""
     if not is_differentiable(dtype):
         return call
     if not call.operands:

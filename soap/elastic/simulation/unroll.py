@@ -83,8 +83,7 @@ class Unrolled:
 
 
 def required(design: Design, lease: int) -> range:
-    """Which leases (from 0 on) of each lane must be done before a lane's lease of this number may begin: a wave of them, before which there
-    are no others (``Clocks.may_start``)."""
+    """Which leases of each lane must be done before a lane's lease of this number may begin: a wave of them (``Clocks.may_start``)."""
     wave = design.in_flight
     waves = waves_needed(lease, wave, design.consistency.bound)
     return range((waves - 1) * wave, waves * wave) if waves > 0 else range(0)

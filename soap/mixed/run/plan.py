@@ -100,8 +100,7 @@ class WavePlan:
 
 
 def wave_plan(strategy: Strategy, graph: OperatorGraph, topology: Topology) -> WavePlan:
-    """The plan of a strategy with virtual workers. ``graph``: of all workers' minibatches together. StrategyError in one line, naming the
-    parameter or operator, for what workers cannot run."""
+    """The plan of a strategy with virtual workers. ``graph``: of all minibatches together. StrategyError for what they cannot run."""
     cut, workers = stages_of(strategy, graph), strategy.workers
     assert workers is not None
     _require_plain(strategy, graph)

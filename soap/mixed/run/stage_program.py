@@ -33,8 +33,7 @@ class Begun:
 
 
 class StageProgram:
-    """``model``: for one minibatch; ``frozen``: values of parameters that are not trained. ``buffers``: what batch norm keeps, the worker's
-    own. ``last``: whether the stage has the loss."""
+    """``model``: for one minibatch; ``frozen``: values not trained. ``buffers``: batch norm's, the worker's own. ``last``: has the loss."""
 
     def __init__(
         self,

@@ -40,8 +40,7 @@ LOOK_S = 1.0
 
 
 class Desk:
-    """The clocks of all workers, asked by heads of workers from threads of the first server. ``finished``: minibatches that each worker has
-    finished before, whole waves of which servers have."""
+    """The clocks of all workers, asked by their heads. ``finished``: minibatches of each before, whose whole waves servers have."""
 
     def __init__(self, plan: WavePlan, finished: int = 0) -> None:
         self._plan, self._changed = plan, threading.Condition()

@@ -127,8 +127,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a checkpoint holds beside shards and optimizer state. ``unchanged``: name -> tensor that training does not change, on rank 0.
-    ``loss_scaling``: the scaler's state, if the loss was scaled."""
+    """A checkpoint beside shards and optimizer state. ``unchanged``: untrained tensors, on rank 0. ``loss_scaling``: the scaler's state."""
 
     step: int
     seed: int

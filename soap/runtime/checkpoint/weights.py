@@ -97,8 +97,7 @@ def whole_parameters(trainer: Trainer) -> Iterator[tuple[str, torch.Tensor | Non
 
 
 def whole_buffers(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """Full buffers by name, on rank 0. Tiles change only their own region of their rank's copy, so each element is taken from a rank
-    that has changed it. State is the same on all ranks."""
+    """Full buffers by name, on rank 0: each element from a rank whose tiles have changed it. State is the same on all ranks."""
     full: dict[str, torch.Tensor] = {}
     kept = set(trainer.model.state.values())
     for tag, (name, own) in enumerate(trainer.buffers.items()):

@@ -76,8 +76,7 @@ class Arrivals:
     def _include_own(
         self, parts: Sequence[Part], there: set[int], given: list[torch.Tensor], expected: dict[int, list[torch.Tensor]], held: Held
     ) -> None:
-        """Send this rank's own pieces to itself in the same exchange. That is done only if they are ``there`` already and make the received
-        parts adjacent, so that no buffer is needed."""
+        """Send this rank's own pieces to itself, too, if they are ``there`` and make the received parts adjacent: no buffer then."""
         fetches = {fetch for fetch, _ in parts}
         if len(fetches) != 1:
             return

@@ -108,8 +108,7 @@ EXCHANGE_TAG = 2**30
 
 
 class Pending:
-    """A communication under way. ``wait`` blocks until its tensor may be used; it may be called again. ``name``: of its task, if known.
-    ``further``: tensors that travel beside it."""
+    """A communication under way; ``wait`` blocks until its tensor may be used. ``name``: of its task. ``further``: more tensors of it."""
 
     def __init__(
         self,

@@ -32,8 +32,7 @@ TIMEOUT_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """This process's place among the ranks. ``opened``: ``open_world`` has joined the process group, and ``close_world`` leaves it.
-    ``set_here``: environment variables that it has set for that."""
+    """This process's place among the ranks. ``opened``: ``open_world`` has joined the group. ``set_here``: variables set for that."""
 
     rank: int
     size: int

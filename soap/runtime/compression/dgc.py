@@ -124,8 +124,7 @@ DECAY_MOMENTUM = "decay_momentum"
 
 
 def require_correctable(plan: Plan) -> None:
-    """RuntimeFailure in one line if a parameter's momentum would be corrected in some regions only: those with a single reader are not
-    compressed, and an optimizer has one momentum for a parameter."""
+    """RuntimeFailure if a parameter's momentum would be corrected in some regions only: those with one reader are not compressed."""
     compressed = compressed_names(plan)
     for sync in plan.syncs:
         for shard in sync.shards if sync.compression is None else ():

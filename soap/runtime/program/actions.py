@@ -154,8 +154,7 @@ def backward_entries(
     segment_of: Mapping[int, int],
     turns: Turns,
 ) -> Iterator[Entry]:
-    """Segments in their turns, each followed by the gradients that it completes: first those sent back, then sums over a group. Weight
-    gradients that are apart complete none of these."""
+    """Segments in their turns, each followed by gradients that it completes: those sent back, then sums. Apart weights complete none."""
     for number, segment in enumerate(segments):
         if any(tile in activity.tiles for tile in segment.tiles):
             yield (turns.backward[number], 0, 0), Action(ActionKind.SEGMENT, number, (segment.device,))

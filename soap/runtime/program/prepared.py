@@ -403,8 +403,7 @@ def _runs(program: Program, model: TracedModel, rank: int) -> Iterator[list[int]
 
 
 def _is_pure(program: Program, model: TracedModel, tile: int) -> bool:
-    """Whether a tile depends on its operands alone, has the same shapes in every step, runs once in it, and keeps what it keeps; and goes
-    backward at once, as compiled functions do."""
+    """Whether a tile depends on its operands alone, runs once a step in one shape, keeps what it keeps, and goes backward at once."""
     own = program.plan.tiles[tile]
     is_there = own.size > 0 and all(volume(box) > 0 for box in (*own.inputs, *own.parameters, *own.outputs))
     apart = tile in program.looking_up or tile in program.recomputed or tile in program.come_back_with or is_divided(program.plan, tile)

@@ -159,8 +159,7 @@ class Program:
 
     @cached_property
     def tags(self) -> tuple[int, ...]:
-        """By message, the tag under which it travels; its gradients have the next one. Messages between two devices are told apart by their
-        number among these, which both ends know."""
+        """By message, its tag among those between the same two devices; its gradients have the next one. Both ends know it."""
         counts: dict[tuple[int, int], int] = {}
         found = []
         for message in self.plan.messages:

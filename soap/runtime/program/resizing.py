@@ -81,8 +81,7 @@ def _replanned(plan: Plan, graph: OperatorGraph, topology: Topology, places: Seq
 
 
 def _in_stages(plan: Plan, graph: OperatorGraph, places: Sequence[int], strategy: Strategy) -> Strategy:
-    """The strategy with operators in the chunks of their namesakes. Without stages if calls are fused across their borders: results do not
-    depend on them. ``places``: by operator, its namesake."""
+    """The strategy with operators in their namesakes' chunks (``places``); without stages if calls are fused across borders."""
     if not strategy.stages:
         return strategy
     chunks = chunks_of(plan.graph, strategy.stages)

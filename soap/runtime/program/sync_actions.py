@@ -94,8 +94,7 @@ def uses_of_gathered(plan: Plan, rank: int, passes: Sequence[Collection[int]]) -
 
 
 def after_update(plan: Plan) -> tuple[Action, ...]:
-    """Values from owners to leaders, those of servers first, in the order in which backward passes complete gradients: they are updated as
-    these come. Then from leaders to members."""
+    """Values from owners to leaders, servers' first, in the order in which gradients are complete; then from leaders to members."""
     wanted = [(i, sync, rank_sync(sync.contract).after_update(sync)) for i, sync in enumerate(plan.syncs)]
     wanted.sort(key=lambda own: -min((tile for tile, _ in own[1].uses), default=0) if rank_sync(own[1].contract).serves else 1)
     kinds = (ActionKind.BRING, ActionKind.HAND_ON)

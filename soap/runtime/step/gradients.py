@@ -150,8 +150,7 @@ class Gradients:
                 self._start(kind, number)
 
     def serve(self, update: Callable[[Sequence[int]], None]) -> None:
-        """Wait for what servers get of one parameter after the other, ``update`` this rank's shards of it, and begin to send it back, while
-        others are still under way. Readers begin to receive."""
+        """Wait for what servers get, parameter by parameter, ``update`` this rank's shards, and begin to send them back and to receive."""
         for number, own in self._served.items():
             if own:
                 self.add_up(own)

@@ -49,8 +49,7 @@ def roles_of(plan: Plan, sync: ShardSync) -> Roles:
 
 
 def pieces(plan: Plan) -> list[Box]:
-    """Boxes of the pieces that parameter regions of tiles consist of: first all shards of the plan, then the regions of all
-    synchronizations, in the order of ``Plan.syncs``."""
+    """Boxes of the pieces of tiles' parameter regions: all shards of the plan, then the regions of all synchronizations."""
     return [*(shard.box for shard in plan.shards), *(region.box for sync in plan.syncs for region in sync.regions)]
 
 

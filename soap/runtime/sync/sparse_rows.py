@@ -26,8 +26,7 @@ from soap.runtime.trace import Watch
 
 
 class Member:
-    """A rank whose tiles look rows up. ``blank``: an empty table, shape (0, ...). ``leaf``: the compact table of this micro-batch.
-    ``gradient``: the sum over the micro-batches so far."""
+    """A rank whose tiles look rows up. ``blank``: an empty table. ``leaf``: this micro-batch's table. ``gradient``: the sum so far."""
 
     def __init__(self, blank: torch.Tensor) -> None:
         self.blank = blank

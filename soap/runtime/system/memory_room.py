@@ -25,8 +25,7 @@ _PAGE_BYTES = resource.getpagesize()
 
 @dataclass(slots=True)
 class _Place:
-    """A moment of a step. Until the next one, the process grows by ``needs_bytes`` at most, which is seen when nothing is free, and grew by
-    ``grew_bytes`` last when something was."""
+    """A moment of a step: until the next one the process grows by ``needs_bytes`` if nothing is free, and grew by ``grew_bytes`` last."""
 
     visits: int = 0
     needs_bytes: int = 0
@@ -34,8 +33,7 @@ class _Place:
 
 
 class MemoryRoom:
-    """What a process may hold: ``limit_bytes`` more than when this is made, of which ``there_bytes`` are there already. Linux, GNU's C
-    library (``room_within`` asks for both)."""
+    """A process may hold ``limit_bytes`` more than now, of which ``there_bytes`` are there. Linux, GNU's C library (``room_within``)."""
 
     def __init__(self, limit_bytes: int, there_bytes: int = 0) -> None:
         process.give_back()

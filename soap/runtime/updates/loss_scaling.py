@@ -46,8 +46,7 @@ def needs_scaling(model: TracedModel) -> bool:
 
 
 def require_scalable(plan: Plan, scaler: LossScaler | None) -> None:
-    """RuntimeFailure in one line if ranks cannot scale the loss by this plan: what is sent compressed is not divided by the scale before,
-    and an infinite number in a residual would stay there."""
+    """RuntimeFailure if ranks cannot scale the loss by this plan: a residual of what is compressed would keep infinite numbers."""
     if scaler is not None and compresses(plan):
         raise RuntimeFailure("a scaled loss (float16) with compressed gradients; expected bfloat16, or a plan that compresses none")
 

@@ -130,8 +130,7 @@ def _run_equal_bags(local: Local) -> torch.Tensor:
 
 @rule("soap.equal_bags")
 def bags(view: View) -> Tiled:
-    """A call of our own in place of ``aten.embedding_bag`` (``tracing.bags``): bags and columns are free; v is a reduction, except for
-    maxima."""
+    """In place of ``aten.embedding_bag`` (``tracing.bags``): bags and columns are free; v is a reduction, except for maxima."""
     scale = ", b [l]" if len(view.shapes) > 2 else ""
     table = "[v] d" if view.get("mode") == MAX else "v d"
     (rows, columns), (count, each) = view.shapes[:2]

@@ -121,8 +121,7 @@ Found = Sequence[tuple[Interval, torch.Tensor, torch.Tensor]]
 
 
 def move_running_statistics(moves: Sequence[tuple[torch.Tensor, torch.Tensor, Found, float]]) -> None:
-    """For each (running mean, running variance, found, momentum), in this order: move the running statistics (in place) towards those
-    that tiles have found for their channels; each channel once."""
+    """For each (running mean, running variance, found, momentum): move the running statistics in place, each channel once."""
     together: dict[float, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}  # many small tensors: one call for all
     waiting: set[int] = set()
 
