@@ -20,8 +20,8 @@ from soap import api
 from soap.cluster.fewer import without
 from soap.cluster.presets import preset
 from soap.cluster.topology import Topology
+from soap.elastic.faults import ElasticError
 from soap.elastic.simulation.unroll import NO_DELAYS, Delays
-from soap.errors import ElasticError
 from soap.mixed.allocations import POLICIES
 from soap.mixed.searching import Finder, Found
 from soap.model.graph import OperatorGraph

@@ -21,7 +21,7 @@ from benchmarks.kill_run import BATCH, COLUMNS, ROWS, SAMPLES, Settings, export_
 from benchmarks.ray_hosts import HOSTS, RayHosts, ray_hosts
 from benchmarks.trainee import PATIENCE_S, DisturbedError, Trainee, pause
 from soap.elastic import snapshots
-from soap.errors import ElasticError
+from soap.elastic.faults import ElasticError
 
 CUT_S = 5.0
 AFTER_LEASES = 20

@@ -68,10 +68,6 @@ class RuntimeFailure(SoapError):
     exit_code = 8
 
 
-class ElasticError(SoapError):
-    """A session, a server or a worker without state cannot do what it is asked to."""
-
-
 class StoppedBySignal(RuntimeFailure):
     """A signal other than Ctrl-C ended a distributed run. ``number``: of the signal."""
 

@@ -45,6 +45,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "soap.preprocessing": (
         "soap.preprocessing",
         "soap.elastic.session",
+        "soap.elastic.faults",
         "soap.runtime.system.process",
         *GROUND_FLOOR,
     ),

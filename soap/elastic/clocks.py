@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
-from soap.errors import ElasticError
+from soap.elastic.faults import ElasticError
 
 SYNC = 0
 """Bound of synchronous training."""

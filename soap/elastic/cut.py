@@ -16,8 +16,8 @@ from math import prod
 
 import torch
 
+from soap.elastic.faults import ElasticError
 from soap.elastic.lookups import Lookups, means
-from soap.errors import ElasticError
 from soap.tracing.calls import BufferRef, Call, Program, Ref, argument, is_random, needed, results_of, walk
 from soap.tracing.execute import TracedModel
 from soap.tracing.model import TileContext

@@ -25,6 +25,7 @@ from torch import Tensor
 from soap.elastic import leases
 from soap.elastic.clocks import ASYNC, SYNC, Clocks
 from soap.elastic.cut import Cut
+from soap.elastic.faults import ElasticError
 from soap.elastic.layout import Layout, lay_out, lay_out_planned
 from soap.elastic.leases import Dealer, Finished, Lease, Steps
 from soap.elastic.owners import Owners, whole
@@ -33,7 +34,7 @@ from soap.elastic.server_actor import Keeping, Server
 from soap.elastic.session import module
 from soap.elastic.transport import PeerLost
 from soap.elastic.worker import Batches, Report, Source, Worker
-from soap.errors import ElasticError, SoapError, SoapWarning, first_line
+from soap.errors import SoapError, SoapWarning, first_line
 
 
 def hosts(ray: Any, servers: int, noted: Sequence[str] | None = None, machines: Sequence[int] | None = None) -> list[str]:

@@ -13,9 +13,9 @@ from math import prod
 import torch
 from torch import Tensor
 
+from soap.elastic.faults import ElasticError
 from soap.elastic.partitions import Partition, cut
 from soap.elastic.plan import TableCut
-from soap.errors import ElasticError
 from soap.strategy.served import DENSE_SERVERS
 
 DENSE = "dense variables"

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from soap.errors import ElasticError, first_line
+from soap.elastic.faults import ElasticError
+from soap.errors import first_line
 from soap.files import read_text, write_text_atomically
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from soap.errors import ElasticError
+from soap.elastic.faults import ElasticError
 from soap.runtime.sync.row_update import RowGradient
 
 SMALL = 2**31

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from soap.errors import ElasticError
+from soap.elastic.faults import ElasticError
 
 Array = NDArray[np.generic]
 Buffer = bytes | memoryview

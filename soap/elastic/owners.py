@@ -12,12 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from soap.elastic.faults import ElasticError
 from soap.elastic.layout import Layout, Place
 from soap.elastic.lookups import Lookups
 from soap.elastic.messages import Kind, Message, decode, encode
 from soap.elastic.partitions import combine, divide, route
 from soap.elastic.transport import Connection, PeerLost, connect
-from soap.errors import ElasticError
 from soap.runtime.system import clock
 
 PATIENCE_S = 120.0

@@ -10,8 +10,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from soap.elastic.faults import ElasticError
 from soap.elastic.lookups import Lookups
-from soap.errors import ElasticError
 from soap.model.regions import Box, balanced
 
 

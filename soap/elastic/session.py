@@ -26,9 +26,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from soap.elastic.faults import ElasticError
 from soap.elastic.keeper import LOCK, PATIENCE_S
 from soap.elastic.processes import Listener, descendants, listeners, of_ray_in, signal_all
-from soap.errors import ElasticError, first_line
+from soap.errors import first_line
 
 AUTO = "auto"
 """The address of the cluster that this machine belongs to."""

@@ -19,10 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from soap.elastic.faults import ElasticError
 from soap.elastic.leases import Ledger
 from soap.elastic.messages import Array, Kind, Message, decode, encode, size_bytes
 from soap.elastic.shard import Gradient, ShardState
-from soap.errors import ElasticError, SoapWarning, first_line
+from soap.errors import SoapWarning, first_line
 from soap.files import synchronize_folder, write_parts_atomically
 from soap.runtime.sync.row_update import RowGradient
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from soap.elastic import snapshots, write_ahead
+from soap.elastic.faults import ElasticError
 from soap.elastic.leases import Steps
 from soap.elastic.lookups import Lookups, gradient_of_rows, sums_of_rows
 from soap.elastic.messages import Kind, Message
@@ -24,7 +25,7 @@ from soap.elastic.partitions import Partition
 from soap.elastic.shard import Gradient, Shard, ShardState, TooOld, check_optimizer
 from soap.elastic.snapshots import Snapshotter
 from soap.elastic.write_ahead import WriteAheadLog, may_have_crashed, note_boot
-from soap.errors import ElasticError, SoapError, first_line
+from soap.errors import SoapError, first_line
 from soap.files import read_text, reason, write_text_atomically
 from soap.runtime.sync.row_update import RowGradient
 from soap.runtime.updates.optimizers import OptimizerFactory, recorded_name

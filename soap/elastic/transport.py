@@ -22,7 +22,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from soap.errors import ElasticError, SoapError, first_line
+from soap.elastic.faults import ElasticError
+from soap.errors import SoapError, first_line
 
 Buffer: TypeAlias = "bytes | bytearray | memoryview | NDArray[Any]"
 Answer: TypeAlias = Callable[[memoryview], Sequence[Buffer]]

@@ -17,7 +17,7 @@ from functools import reduce
 from operator import add
 from typing import Any, Generic, Protocol, TypeVar
 
-from soap.errors import ElasticError
+from soap.elastic.faults import ElasticError
 
 
 class Addable(Protocol):

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
 from soap.elastic.cut import Cut
+from soap.elastic.faults import ElasticError
 from soap.elastic.layout import Layout
 from soap.elastic.owners import Address, Owners
-from soap.errors import ElasticError
 from soap.tracing.execute import TracedModel
 from soap.tracing.load import load_model
 

@@ -18,8 +18,9 @@ from io import BufferedReader
 from itertools import pairwise
 from pathlib import Path
 
+from soap.elastic.faults import ElasticError
 from soap.elastic.messages import Buffer, Message, decode, encode, size_bytes
-from soap.errors import ElasticError, SoapWarning
+from soap.errors import SoapWarning
 from soap.files import reason, synchronize_folder, write_text_atomically
 
 _MAGIC = b"PUSH"

@@ -14,7 +14,7 @@ from itertools import combinations_with_replacement
 from types import MappingProxyType
 
 from soap.cluster.topology import Topology
-from soap.errors import ElasticError
+from soap.elastic.faults import ElasticError
 
 MOST_ALLOCATIONS = 20_000
 """No more divisions into workers are looked at, and none of clusters that have more."""

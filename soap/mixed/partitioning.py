@@ -19,7 +19,7 @@ from functools import cached_property
 import numpy as np
 
 from soap.cluster.topology import Topology
-from soap.errors import ElasticError
+from soap.elastic.faults import ElasticError
 from soap.mixed.allocations import Allocation
 from soap.model.batch import MicroBatches
 from soap.model.graph import OperatorGraph, TensorKind

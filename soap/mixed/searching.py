@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from itertools import islice
 
 from soap.cluster.topology import Topology
+from soap.elastic.faults import ElasticError
 from soap.elastic.simulation.steady import SETTLED
 from soap.elastic.simulation.unroll import NO_DELAYS, Delays
-from soap.errors import ElasticError
 from soap.mixed.allocations import Allocation, allocations, policies
 from soap.mixed.partitioning import MOST_CONSIDERED, Partitioner, WorkerPlan, placed, require_room
 from soap.mixed.steady import MixedSteady, simulate

@@ -16,9 +16,9 @@ import numpy as np
 
 from soap.cluster.topology import Topology
 from soap.elastic.clocks import Clocks
+from soap.elastic.faults import ElasticError
 from soap.elastic.simulation.steady import SETTLED, Period, Window
 from soap.elastic.simulation.unroll import NO_DELAYS, SHORTEST_CHUNK_NS, Delays
-from soap.errors import ElasticError
 from soap.mixed.partitioning import Placement, WorkerPlan, copy_ns, count_ns, kept_minibatches
 from soap.simulator.communication.prices import Communication
 from soap.simulator.communication.servers import first_cores

@@ -15,8 +15,8 @@ from threading import Lock
 from typing import Any
 from uuid import uuid4
 
+from soap.elastic.faults import ElasticError
 from soap.elastic.session import AUTO, join, module, shown
-from soap.errors import ElasticError
 from soap.files import write_text_atomically
 from soap.preprocessing.container import PreprocessError
 from soap.preprocessing.engine import Options

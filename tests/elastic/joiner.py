@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
+from soap.elastic.faults import ElasticError
 from soap.elastic.session import join
-from soap.errors import ElasticError
 
 
 def main() -> None:

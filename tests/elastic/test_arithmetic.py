@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from soap.elastic import lookups as module
+from soap.elastic.faults import ElasticError
 from soap.elastic.lookups import Lookups, gradient_of_rows, means, sums_of_rows
 from soap.elastic.partitions import Partition, combine, cut, cut_at, divide, route
 from soap.elastic.shard import Shard
-from soap.errors import ElasticError
 from tests.elastic.drawn import batches, drawn, layers, matrix
 from tests.extent import MANY
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from soap.elastic.clocks import ASYNC, SYNC, Clocks
+from soap.elastic.faults import ElasticError
 from soap.elastic.leases import Dealer, Finished
-from soap.errors import ElasticError
 from tests.extent import MANY
 
 

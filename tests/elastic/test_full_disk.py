@@ -14,10 +14,11 @@ import pytest
 import torch
 
 from soap.elastic import snapshots, write_ahead
+from soap.elastic.faults import ElasticError
 from soap.elastic.messages import Message
 from soap.elastic.partitions import cut
 from soap.elastic.store import Store
-from soap.errors import ElasticError, SoapWarning
+from soap.errors import SoapWarning
 from soap.runtime.sync.row_update import RowGradient
 
 ROWS = 2**16

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from soap.elastic.faults import ElasticError
 from soap.elastic.leases import Dealer, Finished, Lease, Ledger
 from soap.elastic.partitions import cut
 from soap.elastic.shard import Shard
-from soap.errors import ElasticError
 from tests.extent import MANY, USUAL
 
 WORKERS = st.integers(0, 3)

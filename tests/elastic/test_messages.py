@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
+from soap.elastic.faults import ElasticError
 from soap.elastic.lookups import Lookups
 from soap.elastic.messages import Kind, Message, decode, encode, overhead_bytes, size_bytes
 from soap.elastic.partitions import cut, divide, route
 from soap.elastic.store import Store
-from soap.errors import ElasticError
 from tests.elastic.drawn import drawn
 from tests.extent import MANY
 

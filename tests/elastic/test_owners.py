@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from soap.elastic import owners
+from soap.elastic.faults import ElasticError
 from soap.elastic.layout import DENSE, Layout, lay_out
 from soap.elastic.leases import Steps
 from soap.elastic.messages import Kind, Message, size_bytes
@@ -20,7 +21,6 @@ from soap.elastic.owners import Owners, whole
 from soap.elastic.server_actor import Keeping, Server
 from soap.elastic.transport import HEADER
 from soap.elastic.worker import InMemory, Source, Worker
-from soap.errors import ElasticError
 from tests.elastic.models import in_float64, trained_alone
 
 SECRET = b"k" * 32

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from soap.elastic import launcher
+from soap.elastic.faults import ElasticError
 from soap.elastic.launcher import Pulse, hosts, node
-from soap.errors import ElasticError
 
 
 def cluster(*addresses: str) -> Any:

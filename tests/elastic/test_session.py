@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 from soap.elastic import session as sessions
+from soap.elastic.faults import ElasticError
 from soap.elastic.processes import listeners, lives
 from soap.elastic.session import LOOPBACK, PREFIX, Session, join, module, session
-from soap.errors import ElasticError
 
 ROOT = Path(__file__).parent.parent.parent
 LEFT_S = 20.0

@@ -17,6 +17,7 @@ from benchmarks.bipartite import needs_of_batch
 from soap.cluster.topology import Host
 from soap.elastic.clocks import Clocks
 from soap.elastic.cut import Cut
+from soap.elastic.faults import ElasticError
 from soap.elastic.plan import ElasticPlan
 from soap.elastic.simulation.design import Design, Lane, bipartite, design_of, fully_connected, naive
 from soap.elastic.simulation.steady import Period, Steady, rate_bound, rate_of, simulate
@@ -24,7 +25,6 @@ from soap.elastic.simulation.traffic import Traffic, needs_of_graph
 from soap.elastic.simulation.unroll import Delays, required, unroll
 from soap.elastic.simulation.work import EstimatedWork, Work
 from soap.elastic.worker import Worker
-from soap.errors import ElasticError
 from soap.model.graph import OperatorGraph
 from soap.profiles.roofline import RooflineCosts
 from soap.runtime.system import clock

@@ -11,11 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from soap.elastic.faults import ElasticError
 from soap.elastic.leases import Dealer, Finished, Lease, Steps
 from soap.elastic.partitions import cut
 from soap.elastic.shard import ShardState, TooOld
 from soap.elastic.store import Store
-from soap.errors import ElasticError
 from soap.runtime.sync.row_update import RowGradient
 from tests.elastic.drawn import drawn
 from tests.elastic.test_arithmetic import OPTIMIZERS

@@ -10,8 +10,9 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
+from soap.elastic.faults import ElasticError
 from soap.elastic.transport import HEADER, MAGIC, NONCE_BYTES, PROOF_BYTES, Answer, Buffer, Listener, PeerLost, Status, connect
-from soap.errors import ElasticError, ModelError
+from soap.errors import ModelError
 
 SECRET = b"s" * 32
 

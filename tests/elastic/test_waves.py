@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from soap.elastic.clocks import Clocks, waves_needed
+from soap.elastic.faults import ElasticError
 from soap.elastic.waves import GlobalWeights, Push, WorkerWeights
-from soap.errors import ElasticError
 from tests.extent import MANY
 
 

@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from soap.elastic import write_ahead
+from soap.elastic.faults import ElasticError
 from soap.elastic.messages import Kind, Message, size_bytes
 from soap.elastic.write_ahead import HEADER_BYTES, WriteAheadLog, forget, read_back, segments
-from soap.errors import ElasticError, SoapWarning
+from soap.errors import SoapWarning
 
 
 def push(version: int, size: int = 3) -> Message:

@@ -9,7 +9,7 @@ from itertools import combinations, permutations
 import pytest
 
 from soap.cluster.topology import Topology
-from soap.errors import ElasticError
+from soap.elastic.faults import ElasticError
 from soap.mixed.partitioning import Partitioner, WorkerPlan, kept_minibatches, parameter_copies
 from soap.model.graph import OperatorGraph, TensorKind
 from soap.profiles.roofline import RooflineCosts

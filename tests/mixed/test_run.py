@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from soap.elastic.clocks import waves_needed
+from soap.elastic.faults import ElasticError
 from soap.elastic.messages import Kind, Message
 from soap.elastic.worker import Source
-from soap.errors import ElasticError, RuntimeFailure, StrategyError
+from soap.errors import RuntimeFailure, StrategyError
 from soap.mixed.partitioning import Partitioner
 from soap.mixed.planned import strategy_of
 from soap.mixed.run.plan import WavePlan, wave_plan

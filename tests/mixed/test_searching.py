@@ -9,7 +9,7 @@ import pytest
 from soap.cluster.fewer import without
 from soap.cluster.presets import preset
 from soap.cluster.topology import Topology
-from soap.errors import ElasticError
+from soap.elastic.faults import ElasticError
 from soap.mixed.allocations import POLICIES, Allocation, allocations, node_partition
 from soap.mixed.partitioning import host_bytes, placed
 from soap.mixed.searching import Finder

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from soap.cluster.topology import Topology
 from soap.elastic.clocks import Clocks, waves_needed
+from soap.elastic.faults import ElasticError
 from soap.elastic.simulation.steady import Period
 from soap.elastic.simulation.unroll import NO_DELAYS, Delays
-from soap.errors import ElasticError
 from soap.mixed.allocations import Allocation
 from soap.mixed.partitioning import Placement, Stage, WorkerPlan, placed
 from soap.mixed.steady import MixedSteady, Training, simulate

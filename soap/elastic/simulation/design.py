@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from soap.elastic.faults import ElasticError
 from soap.elastic.layout import Layout, Place, lay_out_planned
 from soap.elastic.plan import ElasticPlan, TableCut
-from soap.errors import ElasticError
 from soap.model.graph import OperatorGraph
 from soap.strategy.consistency import Consistency
 from soap.strategy.grids import largest_divisor

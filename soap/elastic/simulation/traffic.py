@@ -12,12 +12,12 @@ from functools import lru_cache
 
 import numpy as np
 
+from soap.elastic.faults import ElasticError
 from soap.elastic.layout import Place
 from soap.elastic.lookups import SMALL
 from soap.elastic.messages import Kind, Message, size_bytes
 from soap.elastic.simulation.design import Design, shapes_of
 from soap.elastic.transport import HEADER
-from soap.errors import ElasticError
 from soap.model.batch import samples_of
 from soap.model.dtypes import is_differentiable
 from soap.model.graph import OperatorGraph, TensorKind

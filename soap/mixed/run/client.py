@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from soap.elastic.faults import ElasticError
 from soap.elastic.messages import Kind, Message, decode, encode
 from soap.elastic.transport import Connection, connect
-from soap.errors import ElasticError
 from soap.mixed.run.plan import Piece, WavePlan
 
 Addresses = Sequence[tuple[str, int]]

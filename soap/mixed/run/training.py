@@ -19,11 +19,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from soap.elastic.clocks import Clocks
+from soap.elastic.faults import ElasticError
 from soap.elastic.messages import Buffer, Kind, Message, decode, encode
 from soap.elastic.transport import Listener
 from soap.elastic.waves import GlobalWeights
 from soap.elastic.worker import Batches, Source
-from soap.errors import ElasticError, RuntimeFailure
+from soap.errors import RuntimeFailure
 from soap.mixed.run import saved
 from soap.mixed.run.client import Addresses, Client
 from soap.mixed.run.plan import WavePlan
