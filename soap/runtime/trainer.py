@@ -41,8 +41,15 @@ from soap.runtime.system.memory_room import MemoryRoom, room_within, stored_byte
 from soap.runtime.trace import Event, Recorder, join_events
 from soap.runtime.training_options import DEFAULT_TRAINING, StepMetrics, TrainingKeywords, TrainingOptions
 from soap.runtime.updates.loss_scaling import LossScaler, require_clippable, require_scalable
-from soap.runtime.updates.offloading import Offloading, require_offloadable
-from soap.runtime.updates.parts import joined_names, other_options, parts_of, require_possible, trainable_shapes
+from soap.runtime.updates.parts import (
+    Offloading,
+    joined_names,
+    other_options,
+    parts_of,
+    require_offloadable,
+    require_possible,
+    trainable_shapes,
+)
 from soap.runtime.updates.schedules import Schedule
 from soap.runtime.updates.trial import Tried, try_optimizer
 from soap.simulator.memory.peaks import memory_use

@@ -17,8 +17,7 @@ from soap.runtime.step.gradients import Gradients
 from soap.runtime.sync.row_update import Updater
 from soap.runtime.trace import Recorder, Watch, watch_nothing
 from soap.runtime.updates.loss_scaling import LossScaler, limit, squares, summed
-from soap.runtime.updates.offloading import Offloading
-from soap.runtime.updates.parts import merged
+from soap.runtime.updates.parts import Offloading, merged
 from soap.runtime.updates.trial import updates_elementwise
 from soap.simulator.tasks import TaskKind
 
