@@ -319,7 +319,7 @@ def make_parser() -> Parser:
     parser.add_argument("--dynamic-batch", action="store_true", help="leave the number of samples open, for a smaller last batch")
     parser.add_argument("--no-verify", action="store_true", help="do not compare a step of the file with one of the module")
     text = "this module defines custom operators of the model; commands then need --import, too (repeatable)"
-    parser.add_argument("--import", metavar="MODULE", dest="imports", type=module_name, action="append", default=[], help=text)
+    parser.add_repeatable("--import", metavar="MODULE", dest="imports", type=module_name, help=text)
     return parser
 
 

@@ -58,12 +58,10 @@ def add_model(parser: Parser, *, positional: bool) -> None:
 
 def add_reading(parser: Parser) -> None:
     """Add the options for reading a model."""
-    parser.add_argument(
+    parser.add_repeatable(
         "--batch-dim",
         metavar="INPUT=DIM",
         type=batch_dim,
-        action="append",
-        default=[],
         help="dimension of an input that counts samples, where it is not 0; -1 for none (repeatable)",
     )
     parser.add_argument(
@@ -75,13 +73,11 @@ def add_reading(parser: Parser) -> None:
     parser.add_argument("--autocast", choices=["bfloat16", "float16"], help=AUTOCAST_HELP)
     precision = "torch.set_float32_matmul_precision: below highest, GPUs multiply float32 matrices in TF32 (default: torch's, highest)"
     parser.add_argument("--matmul-precision", choices=["highest", "high", "medium"], help=precision)
-    parser.add_argument(
+    parser.add_repeatable(
         "--import",
         metavar="MODULE",
         dest="imports",
         type=module_name,
-        action="append",
-        default=[],
         help="import this module first, on every rank: it defines custom operators of the model (repeatable)",
     )
 
@@ -140,12 +136,10 @@ def add_rows(parser: Parser) -> None:
     )
     whole = "what soap-preprocess wrote: count over all of it, and make zoo:dlrm's tables as long as its dictionaries"
     parser.add_argument("--alpha-from", metavar="OUT", help=whole)
-    parser.add_argument(
+    parser.add_repeatable(
         "--alpha",
         metavar="GLOB=SHARE",
         type=alpha,
-        action="append",
-        default=[],
         help="share of a sparse parameter's rows that a batch touches, instead of what is counted: 'embedding*=0.05' (repeatable)",
     )
 

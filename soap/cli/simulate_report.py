@@ -200,11 +200,9 @@ def add_beside(parser: Parser) -> None:
         metavar="NAMES",
         help="the devices of the cluster to use, or hosts for all of theirs, by name, with commas (default: all)",
     )
-    parser.add_argument(
+    parser.add_repeatable(
         "--beside",
         metavar="JOB",
-        action="append",
-        default=[],
         help="simulate another job beside this one, on other devices of the same cluster, and say what both do to each other: a file with "
         "a JSON object of model, builtin (a name) or strategy (a file), and devices (a list of names); repeatable",
     )

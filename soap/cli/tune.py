@@ -67,11 +67,9 @@ def make_parser() -> Parser:
     parser.add_argument(
         "--batches", metavar="N", type=positive, default=BATCHES, help="the first N batches, in turn, for all runs (default %(default)s)"
     )
-    parser.add_argument(
+    parser.add_repeatable(
         "--group",
         metavar="GLOB",
-        action="append",
-        default=[],
         help="parameters with these names get a number of their own, from runs of their own (repeatable; default: one for all)",
     )
     add_training(parser)

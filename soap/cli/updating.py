@@ -53,19 +53,15 @@ def add_updating(parser: Parser) -> None:
         type=not_negative_number,
         help="of all parameters except those of at most one dimension (norms' weights and biases)",
     )
-    parser.add_argument(
+    parser.add_repeatable(
         "--no-decay",
         metavar="GLOB",
-        action="append",
-        default=[],
         help="with --weight-decay: parameters with these names have none either (repeatable)",
     )
-    parser.add_argument(
+    parser.add_repeatable(
         "--schedule",
         metavar="SPEC",
         type=schedule_spec,
-        action="append",
-        default=[],
         help="step torch.optim.lr_scheduler.NAME:key=value,key=value once per update, such as "
         "torch.optim.lr_scheduler.CosineAnnealingLR:T_max=100; one that asks for a metric gets the loss. Several run one after the "
         "other, each but the last with @N behind it, the number of updates from the start after which the next one begins",
