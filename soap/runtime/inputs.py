@@ -19,7 +19,7 @@ import torch.distributed as dist
 from soap.errors import RuntimeFailure
 from soap.model.graph import OperatorGraph
 from soap.plan.samples import Samples, pieces_read
-from soap.runtime.comm.failures import HERE
+from soap.runtime.comm.position import HERE
 from soap.runtime.comm.redistribute import Communicator
 
 if TYPE_CHECKING:

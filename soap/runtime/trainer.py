@@ -25,7 +25,7 @@ from soap.plan.plan import Plan
 from soap.plan.running.forward_order import ExecutionOrder
 from soap.plan.syncs.compressed import compressed_names
 from soap.runtime.checkpoint.weights import home_of, whole_buffers, whole_parameters
-from soap.runtime.comm.failures import HERE
+from soap.runtime.comm.position import HERE
 from soap.runtime.comm.redistribute import Communicator, Traffic
 from soap.runtime.comm.world import close_world, open_world
 from soap.runtime.compression.dgc import DecayMomentum, require_correctable, wrong_momentum

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from soap.errors import RuntimeFailure
-from soap.runtime.comm.failures import HERE
+from soap.runtime.comm.position import HERE
 from soap.runtime.inputs import EACH, EVERY, HASHES, WORDS, PartBatch, hashed
 from soap.runtime.trainer import Trainer, mean_loss
 from tests.graph_builder import mlp

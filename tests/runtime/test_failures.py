@@ -19,20 +19,9 @@ from soap.errors import ModelError
 from soap.plan.syncs.sharded_state import sum_name
 from soap.plan.syncs.sharing import holders
 from soap.profiles.roofline import RooflineCosts
-from soap.runtime.comm import failures
-from soap.runtime.comm.failures import (
-    HERE,
-    LIBRARIES,
-    MOST_CHARACTERS,
-    PACKAGE,
-    Desk,
-    Folder,
-    Kind,
-    RankLost,
-    kind_of,
-    message_of,
-    told_positions,
-)
+from soap.runtime.comm import position
+from soap.runtime.comm.failures import MOST_CHARACTERS, Desk, Folder, Kind, RankLost, kind_of, message_of, told_positions
+from soap.runtime.comm.position import HERE, LIBRARIES, PACKAGE
 from soap.runtime.program.actions import ActionKind
 from soap.runtime.program.program import Program, compile_program, task_name
 from soap.simulator.lowering import build_plan, lower
@@ -270,7 +259,7 @@ def test_position_names_task_and_what_it_waits_for() -> None:
         name = "transfer x[0:1] 0->1"
 
     HERE.enter(4)
-    assert failures.describe().startswith("step 4, ") and "test_position_names" in failures.describe()
+    assert position.describe().startswith("step 4, ") and "test_position_names" in position.describe()
     HERE.call, HERE.name = ("TILE", 5), lambda kind, subject: f"{kind} {subject}"
     HERE.waits = Awaited()
     assert HERE.text == "step 4, TILE 5, waiting for transfer x[0:1] 0->1"

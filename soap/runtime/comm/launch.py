@@ -34,8 +34,9 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from soap import time_limit
 from soap.errors import RuntimeFailure, StoppedBySignal
 from soap.logs import NATIVE_LOG_LEVEL, silenced
-from soap.runtime.comm.failures import AFTERMATH_S, HERE, Folder, Kind, describe, kind_of, message_of, open_desk, told_positions
+from soap.runtime.comm.failures import AFTERMATH_S, Folder, Kind, kind_of, message_of, open_desk, told_positions
 from soap.runtime.comm.launched import loopback, own_rank, under_launcher, world_size
+from soap.runtime.comm.position import HERE, describe
 from soap.runtime.comm.rank_processes import Environment, end_with_launcher, import_ahead, start_method
 
 BACKEND = "soap"

@@ -30,9 +30,10 @@ from torch.distributed import distributed_c10d
 
 from soap.errors import RuntimeFailure
 from soap.runtime.comm import signs
-from soap.runtime.comm.failures import HERE, tell_before_leaving
+from soap.runtime.comm.failures import tell_before_leaving
 from soap.runtime.comm.handing_out import hand_out
 from soap.runtime.comm.packing import as_bytes, pack, plain
+from soap.runtime.comm.position import HERE
 from soap.runtime.system import clock
 from soap.runtime.system.gloo_threads import calm_gloo
 from soap.simulator.memory.transit import SENT_BYTES, SENT_TENSORS

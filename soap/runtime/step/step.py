@@ -34,8 +34,8 @@ from soap.plan.plan import (
     remote_parts,
 )
 from soap.plan.samples import label_counts
-from soap.runtime.comm.failures import HERE
 from soap.runtime.comm.packing import cut
+from soap.runtime.comm.position import HERE
 from soap.runtime.comm.redistribute import Communicator, Pending
 from soap.runtime.compression.peer import AS_IT_IS, CompressedTraining
 from soap.runtime.program.actions import LAST_ONLY, WHOLE_STEP, Action, ActionKind, MicroBatch, part_of

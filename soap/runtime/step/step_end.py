@@ -10,7 +10,7 @@ import torch
 
 from soap.plan.offloading import from_host_name, host_update_name, to_host_name
 from soap.plan.plan import Plan, serve_name, update_name
-from soap.runtime.comm.failures import HERE
+from soap.runtime.comm.position import HERE
 from soap.runtime.comm.redistribute import Communicator
 from soap.runtime.compression.dgc import DecayMomentum
 from soap.runtime.step.gradients import Gradients
