@@ -67,9 +67,8 @@ class Wanted:
 def wanted(
     graph: OperatorGraph, topology: Topology, strategies: Mapping[str, Sequence[Strategy]], lossy: Sequence[Compression] = ()
 ) -> list[Wanted]:
-    """Each computation once: what every prediction needs, what ``lossy`` methods of compression take of all devices as peers, or of
-    one of each host, the strategies' groups in their order, other optimizers, then the search space. Among operators the most expensive
-    come first."""
+    """Each computation once: what every prediction needs, what ``lossy`` methods take, the strategies' groups in their order, other
+    optimizers, then the search space; of operators the most expensive first."""
     keys, costs, device = TileKeys(graph), RooflineCosts(topology), topology.devices[0].type
     first_upkeep, other_upkeep = upkeep(graph)
     compressing = [one for peers in peer_counts(topology) for one in compressions(graph, peers, lossy)]

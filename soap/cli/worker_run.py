@@ -155,9 +155,8 @@ def samples_per_second(outcome: Outcome, plan: WavePlan) -> float | None:
 
 
 def rate_of(ended_s: Sequence[float], samples: int, in_flight: int) -> float | None:
-    """Samples per second of a worker from the end of its first minibatch on, while its pipeline is full. As many count as are in flight, or
-    a multiple, as they may end in bunches; all if they are too few. ``ended_s``: when its minibatches ended, in order. None if there was
-    one alone."""
+    """Samples per second of a worker from its first minibatch's end on. As many count as are in flight, or a multiple, as they may end in
+    bunches; all if they are too few. ``ended_s``: when its minibatches ended, in order. None if there was one alone."""
     whole = (len(ended_s) - in_flight) // in_flight * in_flight
     counted = ended_s[: whole + 1] if whole > 0 else ended_s
     return None if len(counted) < 2 or counted[-1] <= counted[0] else (len(counted) - 1) * samples / (counted[-1] - counted[0])

@@ -56,9 +56,8 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, eq=False)
 class Message:
-    """``partition``: its number at the server. ``lease``: whose gradient it is, 0 where there is none. ``version``: pushes that are
-    counted; of a PULL, the least that will do; where updates are those of steps, of a PULL or LOOK_UP these. ``arrays``: of types int32,
-    int64, float32, float64 and uint8."""
+    """``partition``: its number at the server. ``lease``: whose gradient it is, or 0. ``version``: pushes that are counted; of a PULL or
+    LOOK_UP the least pushes, or steps, that will do. ``arrays``: int32, int64, float32, float64 and uint8."""
 
     kind: Kind
     partition: int

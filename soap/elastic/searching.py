@@ -222,11 +222,10 @@ def find(
     stopped: Callable[[], bool] = never,
     simulated: Callable[[float], None] = lambda rate: None,
 ) -> Found:
-    """The plan with the most samples per second. ``batch``: of a lease; None: workers share the samples that the graph is for.
-    ``optimizer_states``: tensors of a parameter's size that servers keep beside it. ``stopped``: asked before each plan that is
-    simulated but the first; once it returns True, as by Ctrl-C, the best so far is what is found; KeyboardInterrupt if there is none.
-    ``simulated``: told each plan's samples per second. ElasticError in one line if there is no plan: fewer than two machines, no table, or
-    tables that fit on no servers."""
+    """The plan with the most samples per second. ``batch``: of a lease; None: workers share the graph's samples. ``optimizer_states``:
+    tensors of a parameter's size that servers keep beside it. ``stopped``: asked before each plan but the first; once it returns True, the
+    best so far is what is found; KeyboardInterrupt if there is none. ``simulated``: told each plan's rate. ElasticError if there is no
+    plan: fewer than two machines, no table, or tables that fit on no servers."""
     search = Search(graph, topology, costs, batch, consistency, delays, optimizer_states, stopped, simulated)
     interrupted, all_of_them = False, search.count <= most_plans
     try:

@@ -135,9 +135,8 @@ def may_have_crashed(folder: Path) -> bool:
 
 
 def read_back(folder: Path, version: int, *, crashed: bool = True) -> Iterator[Message]:
-    """The pushes behind a version, in their order. The beginning of a record at the end of the last segment is cut off, and one of full
-    length that does not match its checksum, if the machine may have ``crashed``. ElasticError in one line if something else is damaged or
-    missing."""
+    """The pushes behind a version, in order. The beginning of a record at the very end is cut off, and one of full length with a wrong
+    checksum if the machine may have ``crashed``. ElasticError for other damage."""
     found = segments(folder)
     needed = found[max((number for number, one in enumerate(found) if one.version <= version), default=0) :]
     if needed and needed[0].version > version:

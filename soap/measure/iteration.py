@@ -97,9 +97,8 @@ RESTART = "soap: restart"
 
 @dataclass
 class PeakMemory:
-    """``bytes``: the most that tensors held at once beyond what was there before. ``with_workspaces_bytes``: the same including what
-    kernels take for themselves while they run; on GPUs the allocator makes no such difference. Both are known when the measurement has
-    ended."""
+    """``bytes``: the most that tensors held at once beyond what was there before. ``with_workspaces_bytes``: with what kernels take while
+    they run, the same on GPUs. Both are known when the measurement has ended."""
 
     bytes: int = 0
     with_workspaces_bytes: int = 0

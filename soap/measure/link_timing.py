@@ -224,10 +224,9 @@ class _PerTile(NamedTuple):
 
 
 def measure_in_steps(comm: Communicator, probe: Probe, busy: Busy, known: Sequence[LinkTiming] = (), turns: int = TURNS) -> LinkTiming:
-    """The time of such a probe, on every rank; all ranks take part. ``turns``: how often, at least twice. ``seconds``: how much longer one
-    operation makes a step. ``cpu_seconds``: how long it keeps a device busy, at one of a message's two ends. Of a cold penalty: how much
-    longer tiles that compute make a step, beyond the sum itself (taken from ``known`` if it is there), and how long such a tile takes on
-    one device."""
+    """The time of such a probe, on every rank; all ranks take part. ``turns``: at least two. ``seconds``: how much longer one operation
+    makes a step. ``cpu_seconds``: how long it keeps a device busy. Of a cold penalty: how much longer tiles that compute make a step,
+    beyond the sum itself (taken from ``known`` if it is there), and how long one takes on one device."""
     if probe.operation not in COLD_PENALTIES:
         plain = [_turn(comm, probe, busy, 0) for _ in range(turns)]
         return _timing(probe, [one for turn in plain for one in turn.longer], median(turn.busier for turn in plain))
@@ -307,10 +306,9 @@ def measure_links(
     turns: int = TURNS,
 ) -> list[LinkTiming]:
     """The times of all probes, on every rank; an entry for ``launch``. A probe is repeated for about so long; its first round warms up.
-    Ranks that are not among a probe's devices wait at a barrier meanwhile. ``probes``: rank 0's list counts; other ranks may know of
-    other measurements. ``on_probe`` is called on rank 0 with each probe that is done. ``when_open``: called on every rank as soon as
-    all groups have their threads. ``enough``: called on rank 0 before each probe; True leaves the rest. ``turns``: of probes within
-    steps (``measure_in_steps``)."""
+    Others wait at a barrier. ``probes``: rank 0's list counts. ``on_probe``: called on rank 0 with each probe that is done. ``when_open``:
+    called on every rank as soon as all groups have their threads. ``enough``: called on rank 0 before each probe; True leaves the rest.
+    ``turns``: of probes within steps."""
     world = open_world(device_count, kind, backend)
     comm = Communicator(world.device, (), world.timeout)
     try:

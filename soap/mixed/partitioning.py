@@ -48,8 +48,7 @@ STEP_COPIES = 2
 @dataclass(frozen=True)
 class Stage:
     """A stage's part of one minibatch. ``first``: its first operator. ``backward_ns``: with what it does with its values. ``sent_bytes``:
-    to the next stage, and what comes back; 0 for the last. ``parameter_bytes``: one copy of what is trained. ``needed_bytes``: of
-    memory."""
+    to the next stage, and back. ``parameter_bytes``: one copy of what is trained. ``needed_bytes``: of memory."""
 
     device: int
     first: int
@@ -271,10 +270,9 @@ def _even(size: int, hosts: Sequence[int]) -> Mapping[int, int]:
 
 
 def host_bytes(topology: Topology, plans: Sequence[WorkerPlan], placement: Placement, bound: int | None) -> tuple[int, ...]:
-    """By host, what it holds at most of parameters, for any order of events: its servers the versions that may be asked for, pushes of
-    waves that not all workers have pushed, and a question and an answer of each worker; and, of stages on accelerators, the sums of own
-    waves that are in no pulled values (of those on processors these are in the device's memory). Without a bound as with
-    ``COUNTED_BOUND``."""
+    """By host, what it holds at most of parameters, for any order of events: its servers versions that may be asked for, pushes of waves
+    that not all have pushed, a question and an answer of each worker; of stages on accelerators, sums of own waves that are in no pulled
+    values. Without a bound as with ``COUNTED_BOUND``."""
     ahead, found = (COUNTED_BOUND if bound is None else bound) + 2, [0] * len(topology.hosts)
     copies = ahead + 2 + (len(plans) - 1) * ahead + 2 * len(plans)
     for host, size in ((host, size) for shares in placement.shares[0] for host, size in shares.items()):

@@ -19,9 +19,8 @@ from soap.tracing.execute import TracedModel
 
 
 def measure_rows(model: TracedModel, batches: Iterable[Sequence[torch.Tensor]]) -> dict[str, RowAccess]:
-    """The model's sparse parameters with rows counted from these batches. Parameters whose lookups need constants without values stay
-    as they were. Batches of other shapes than the model's (a last one that is smaller) are skipped. ModelError if no batch is left, or
-    indices are out of range."""
+    """The sparse parameters with rows counted from these batches, unless look-ups need constants without values. Batches of other shapes
+    than the model's are skipped. ModelError if none is left, or indices are out of range."""
     shapes = [list(model.graph.tensors[name].shape) for name in model.input_names]
     counters = {name: _Counter(model, name, access) for name, access in model.graph.sparse.items()}
     known = {name: counter for name, counter in counters.items() if counter.known}

@@ -140,9 +140,8 @@ def naive(
 
 
 def three_designs(graph: OperatorGraph, machines: Sequence[int], consistency: Consistency, batch: int | None = None) -> dict[str, Design]:
-    """Twitter's two designs and the naive one by name, on these devices: a quarter are servers where there are some of their own; the
-    naive design has as many nodes for the rest. ``batch``: of a lease; None: workers, as many as divide it, share the graph's. The naive
-    design takes three machines."""
+    """Twitter's two designs and the naive one, which takes three machines, by name: a quarter of the devices are servers of their own, and
+    in the naive design as many have the rest. ``batch``: of a lease; None: workers share the graph's."""
     quarter = max(1, len(machines) // 4)
     servers, others = machines[:quarter], machines[quarter:]
 

@@ -20,9 +20,8 @@ from soap.strategy.consistency import parse
 
 @dataclass(frozen=True)
 class Stage:
-    """Operators ``first`` to ``end`` (which is not in it) of the graph, on a device. ``parameters``: which of the trained ones it reads, in
-    the graph's order. ``receives``, ``sends``: activations from the stage before and to the next one, those included that it only hands
-    on."""
+    """Operators ``first`` to ``end`` (excluded) of the graph, on a device. ``parameters``: trained ones that it reads, in the graph's
+    order. ``receives``, ``sends``: activations from the stage before and to the next one, also those only handed on."""
 
     device: int
     first: int

@@ -196,9 +196,8 @@ class Job:
 
 @dataclass
 class Outcome:
-    """``seen``: of all stages. ``missing``: see ``Clocks``. ``finished``: minibatches of each worker, those of earlier runs included.
-    ``parameters``: by name, and batch norm's buffers as worker 0 has them, if asked for. ``server_pushes``: pushes of pieces that have
-    counted, by server."""
+    """``seen``: of all stages. ``missing``: see ``Clocks``. ``finished``: minibatches of each worker in all. ``parameters``: by name, and
+    batch norm's buffers as worker 0 has them, if asked for. ``server_pushes``: pushes of pieces, by server."""
 
     seen: list[Seen]
     missing: Counter[int]

@@ -164,9 +164,8 @@ Joint = Generator[tuple[ExchangeKind, torch.Tensor, Sequence[int]], torch.Tensor
 
 
 def joined(courses: Sequence[Course]) -> Joint:
-    """The courses as one, with messages one behind the other, cut up again where they come: each shard has the sums and states that it
-    would have alone. Those that exchange in unlike ways at a time, as in a warm-up that only some of them have behind them, take
-    turns, the same on all ranks."""
+    """The courses as one, with messages one behind the other: each shard has the sums and states that it would have alone. Those that
+    exchange in unlike ways at a time, as in a warm-up of some, take turns, the same on all ranks."""
     totals: list[torch.Tensor] = [torch.empty(0)] * len(courses)
     waiting = {place: next(course) for place, course in enumerate(courses)}
     told: dict[int, list[int]] = {}
