@@ -101,12 +101,12 @@ def large_report(args: argparse.Namespace, simulator: Simulator, strategy: Strat
 
 def large_text(report: dict[str, Any]) -> str:
     """The document as a short table."""
-    cluster, folded = large_report["cluster"], large_report["folded"]
-    lacks = "" if large_report["fits"] else ": does not fit"
-    held = f"at most {format_bytes(large_report['most_memory_bytes'])} of {format_bytes(large_report['available_memory_bytes'])}{lacks}"
-    head = f"{large_report['model']} on {cluster['name']} ({cluster['devices']} devices)\n"
+    cluster, folded = report["cluster"], report["folded"]
+    lacks = "" if report["fits"] else ": does not fit"
+    held = f"at most {format_bytes(report['most_memory_bytes'])} of {format_bytes(report['available_memory_bytes'])}{lacks}"
+    head = f"{report['model']} on {cluster['name']} ({cluster['devices']} devices)\n"
     head += f"note: {folded['copies']} copies of the model do the same: two were simulated, {folded['tiles']:,} tiles"
-    return f"{head}\n\n{listed([(large_report['strategy'], milliseconds(large_report['predicted_ns'])), ('memory per device', held)])}"
+    return f"{head}\n\n{listed([(report['strategy'], milliseconds(report['predicted_ns'])), ('memory per device', held)])}"
 
 
 def layers_document(placed: LayerPlacement, graph: OperatorGraph, topology: Topology) -> dict[str, Any]:

@@ -24,8 +24,7 @@ from soap.cluster.presets import local_topology
 from soap.errors import ProfileError
 from soap.measure.link_probes import COLD_PENALTIES, IN_STEPS, LinkTiming, Probe, decode_timing, encode_timing, quick_probes
 from soap.runtime.comm.launched import inherited, loopback
-from soap.runtime.system.gloo_threads import calm_gloo
-from soap.runtime.system.process import keep_freed_memory
+from soap.runtime.system.process import calm_gloo, keep_freed_memory
 
 if TYPE_CHECKING:
     from torch import Tensor

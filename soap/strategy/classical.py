@@ -15,9 +15,8 @@ from soap.model.batch import sample_factor
 from soap.model.graph import Operator, OperatorGraph
 from soap.strategy.config import OpConfig, Strategy, settled, settled_config
 from soap.strategy.grids import device_order, fill, grouped, largest_divisor, tensor_parallel_width, uniform_config
-from soap.strategy.megatron import balanced_blocks, hybrid, megatron, operator_work, sequence_parallel
+from soap.strategy.megatron import balanced_blocks, context_parallel, hybrid, megatron, operator_work, sequence_parallel
 from soap.strategy.recomputation import recomputed
-from soap.strategy.sequences import context_parallel
 from soap.strategy.sync import SHARDED, SHARDED_IN_HOSTS, SHARDED_STATE, SPARSE_ALL_GATHER, synchronized, usual_server
 from soap.strategy.tensor_parallel_chains import dense
 

@@ -35,7 +35,7 @@ from soap.runtime.comm.handing_out import hand_out
 from soap.runtime.comm.packing import as_bytes, pack, plain
 from soap.runtime.comm.position import HERE
 from soap.runtime.system import clock
-from soap.runtime.system.gloo_threads import calm_gloo
+from soap.runtime.system.process import calm_gloo
 from soap.simulator.memory.transit import SENT_BYTES, SENT_TENSORS
 
 Groups = dict[tuple[int, ...], dist.ProcessGroup | None]
