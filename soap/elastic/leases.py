@@ -260,8 +260,8 @@ def noted_run(folder: str | Path) -> Noted:
 
 def note_leases(folder: str | Path, dealer: Dealer, hosts: Sequence[str]) -> None:
     """Write down where a dealer is, and on which machine each server is."""
-    noted_run = {**dealer.state(), HOSTS: [*hosts]}
-    write_text_atomically(Path(folder) / LEASES, json.dumps(noted_run), error=ElasticError)
+    noted = {**dealer.state(), HOSTS: [*hosts]}
+    write_text_atomically(Path(folder) / LEASES, json.dumps(noted), error=ElasticError)
 
 
 def continued_dealer(folder: str | Path, wanted: Dealer, servers: int) -> tuple[Dealer, list[str] | None]:
