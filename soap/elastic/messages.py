@@ -152,3 +152,16 @@ def _specs(view: memoryview, count: int) -> tuple[list[tuple[np.dtype[np.generic
 
 def _wrong(why: str) -> ElasticError:
     return ElasticError(f"a message cannot be read: {why}; is the peer of the same version, and are its files whole?")
+
+
+def checked(answer: Message, expected: Kind) -> Message:
+    """A server's answer, if it is what was expected. ElasticError in one line otherwise, with the server's own words if it has failed."""
+    if answer.kind is Kind.ERROR:
+        raise ElasticError(bytes(answer.arrays[0]).decode("utf-8", "replace"))
+    if answer.kind is Kind.TOO_OLD:
+        raise ElasticError(
+            f"partition {answer.partition} of a server lacks updates of earlier steps (it has {answer.version}); is its folder whole?"
+        )
+    if answer.kind is not expected:
+        raise ElasticError(f"a server has answered {answer.kind.name}; expected {expected.name}: are all processes of one version?")
+    return answer
