@@ -28,9 +28,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PartBatch:
-    """What a rank is given of a batch of ``size`` samples, in place of the whole batch: for each of the model's inputs, in their order, the
-    samples that ``Trainer.samples`` names, ascending along the dimension of samples; inputs without samples in full.
-    """
+    """What a rank is given of a batch of ``size`` samples, in place of the whole: for each input, in order, the samples that
+    ``Trainer.samples`` names, ascending; inputs without samples in full."""
 
     tensors: Sequence[torch.Tensor]
     size: int

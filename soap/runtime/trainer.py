@@ -330,9 +330,8 @@ class Trainer:
         return save_checkpoint(folder, self._training(), self.steps, self.seed, whole_buffers(self), keep)
 
     def save_weights(self, folder: str | Path, names: Mapping[str, str] | None = None) -> Path:
-        """Write all parameters and buffers as safetensors into a folder, on all ranks at once; rank 0 has one of them in memory at a time.
-        ``names``: other names to write (``soap.weights.fitting.matched``). RuntimeFailure in one line if they cannot be written, or the
-        folder has weights already."""
+        """Write all parameters and buffers as safetensors into a folder, on all ranks at once; rank 0 has one at a time. ``names``: other
+        names to write. RuntimeFailure if they cannot be written, or the folder has weights already."""
         from soap.runtime.checkpoint.weights import save_weights
 
         return save_weights(self, Path(folder), names or {})

@@ -205,9 +205,8 @@ def _by_itself(local: Local, x: torch.Tensor, weight: torch.Tensor | None, bias:
 
 
 def moves_statistics(box: Sequence[Interval]) -> bool:
-    """Whether a region of batch norm's input updates the running statistics of its channels: the first region along all other
-    dimensions does. It has samples in batches of every size, so one device sees all of them; and rank 0's are the statistics that
-    DistributedDataParallel keeps."""
+    """Whether a region of batch norm's input updates its channels' running statistics: the first region along all other dimensions, which
+    has samples in every batch; rank 0's are those that DistributedDataParallel keeps."""
     for dim, (start, _) in enumerate(box):  # noqa: SIM110 - in every step
         if start and dim != 1:
             return False
