@@ -34,19 +34,19 @@ from soap.cli.options import positive
 from soap.cluster.topology import Topology
 from soap.elastic.cut import Cut
 from soap.elastic.layout import Place
+from soap.elastic.leases import Steps
 from soap.elastic.lookups import Lookups
 from soap.elastic.partitions import route
 from soap.elastic.plan import ElasticPlan
 from soap.elastic.simulation.design import Design, bipartite, design_of, fully_connected, shapes_of
 from soap.elastic.simulation.steady import Steady, simulate
 from soap.elastic.simulation.traffic import Asked, Needs, Traffic
-from soap.elastic.steps import Steps
 from soap.elastic.worker import InMemory, Source
 from soap.errors import SoapError
 from soap.files import check_writable
 from soap.model.graph import OperatorGraph
 from soap.strategy.consistency import parse
-from soap.tracing.execute import ExecutableModel
+from soap.tracing.execute import TracedModel
 from soap.zoo import batches, build
 
 HOSTS = 6
@@ -141,7 +141,7 @@ def measured_by(design: Design) -> Measured:
 class Bench:
     """What all rounds share. ``data``: the samples."""
 
-    model: ExecutableModel
+    model: TracedModel
     data: InMemory
     hosts: Hosts
 

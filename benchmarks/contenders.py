@@ -30,7 +30,7 @@ from benchmarks.models import Made, make_model
 from soap import api
 from soap.cli.updating import TIMED_LEARNING_RATE
 from soap.cluster.topology import DeviceKind, Topology
-from soap.measure.memory import peak_memory
+from soap.measure.iteration import peak_memory
 from soap.model.graph import OperatorGraph
 from soap.runtime.comm.world import choose_device, close_world, open_world, world_size
 from soap.runtime.trainer import Trainer

@@ -27,7 +27,7 @@ from soap.cli.trials import turned
 from soap.errors import SoapWarning
 from soap.measure.iteration import measure_steps
 from soap.runtime.comm.world import close_world, open_world
-from soap.tracing.model import TracedModel
+from soap.tracing.execute import TracedModel
 
 WARM_UP_STEPS = 3
 """Whatever has just been made still asks the system for memory."""

@@ -20,8 +20,8 @@ from benchmarks.elastic_host import Job, run
 from soap.cluster.presets import preset
 from soap.cluster.topology import Topology
 from soap.elastic.clocks import Clocks
+from soap.elastic.leases import Steps
 from soap.elastic.simulation.design import Design
-from soap.elastic.steps import Steps
 from soap.elastic.worker import Batches, Report, Source
 from soap.emulation.emulate import emulated
 from soap.emulation.hosts import host_limits

@@ -17,15 +17,14 @@ import torch
 from torch import Tensor
 
 from benchmarks.shared_processor import SharedProcessor
-from soap.elastic import arithmetic
 from soap.elastic.layout import Layout, Place
-from soap.elastic.lookups import Lookups
+from soap.elastic.leases import Steps
+from soap.elastic.lookups import Lookups, gradient_of_rows
 from soap.elastic.messages import Kind, Message, decode, encode
 from soap.elastic.owners import Owners
 from soap.elastic.partitions import route
 from soap.elastic.server_actor import Keeping
 from soap.elastic.simulation.design import Lane
-from soap.elastic.steps import Steps
 from soap.elastic.worker import Batches, Source, Worker
 from soap.runtime.updates.optimizers import OptimizerFactory
 
@@ -136,7 +135,7 @@ class Measuring:
         self._read("look up", position, store, question, first=lease % self._together == 0)
         before = self._device.busy_ns
         with self._device.computing():
-            arithmetic.backward(own, gradient)
+            gradient_of_rows(own, gradient)
         alone = self._device.busy_ns - before
         whole = self._answer(store, Message.of(Kind.PUSH_OUTPUTS, place.number, (gradient, *own.tensors()), lease=lease))
         self._add("gradient", position, min(alone, whole - 1))

@@ -29,7 +29,7 @@ from soap import api, zoo
 from soap.cli.updating import states_of
 from soap.cluster.presets import local_topology
 from soap.cluster.topology import Topology
-from soap.measure.memory import PeakMemory, peak_memory
+from soap.measure.iteration import PeakMemory, peak_memory
 from soap.model.graph import OperatorGraph
 from soap.plan.running.forward_order import ExecutionOrder
 from soap.runtime.comm.launch import launch

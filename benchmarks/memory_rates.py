@@ -17,6 +17,7 @@ import time
 from dataclasses import dataclass, replace
 
 from soap import api
+from soap.api.predictions import usual_in_stages
 from soap.cluster.topology import Topology
 from soap.search.compiled.runner import CompiledChain, CompiledSpace
 from soap.search.metropolis import DEFAULT_BETA
@@ -31,7 +32,6 @@ from soap.simulator.incremental import IncrementalSimulator
 from soap.simulator.simulate import Simulator
 from soap.strategy.config import Strategy
 from soap.strategy.named import DATA_PARALLEL, named
-from soap.strategy.pipelines import usual_in_stages
 from soap.strategy.sync import sync_choices
 
 MODELS, CLUSTERS = ("gpt@64",), ("v100-4", "p100-4x4")

@@ -23,10 +23,9 @@ from soap.preprocessing import engine
 from soap.preprocessing.engine import Options, spread_over
 from soap.preprocessing.generate import generate
 from soap.preprocessing.inputs import find_units
-from soap.preprocessing.manager import Limits, Manager
+from soap.preprocessing.manager import Limits, Machine, Manager, Sample
 from soap.preprocessing.node import Node, NodesTogether
 from soap.preprocessing.processes import Processes
-from soap.preprocessing.resources import Machine, Sample
 from soap.preprocessing.spec import PRESETS
 from soap.preprocessing.work import MERGE, Done, Work
 

@@ -27,8 +27,8 @@ from soap.cluster.overheads import Share
 from soap.cluster.topology import Topology
 from soap.errors import SoapError
 from soap.files import cache_folder, write_text_atomically
-from soap.measure.compression_timing import matrix_of, time_compression
 from soap.measure.this_machine import measured_local_topology
+from soap.measure.upkeep_timing import matrix_of, time_compression
 from soap.plan.compression.seam import WORKS, layout_of
 from soap.profiles.entries import UPDATE, Entry, decode
 from soap.profiles.lookup import Profile, Source

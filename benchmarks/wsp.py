@@ -36,7 +36,7 @@ from soap.cli.lease_data import lease_data
 from soap.cli.options import not_negative, positive
 from soap.cli.worker_run import rate_of, samples_per_second
 from soap.cluster.topology import Topology
-from soap.elastic.simulation.delays import NO_DELAYS
+from soap.elastic.simulation.unroll import NO_DELAYS
 from soap.elastic.worker import Source
 from soap.emulation.placement import run_evenly
 from soap.errors import SoapError
@@ -53,7 +53,7 @@ from soap.search.options import SearchOptions
 from soap.simulator.incremental import IncrementalSimulator
 from soap.simulator.simulate import Simulator
 from soap.strategy.config import Strategy
-from soap.tracing.model import TracedModel
+from soap.tracing.execute import TracedModel
 
 VERSION, COMMAND = 3, "python -m benchmarks.wsp"
 MODEL, RATE = "emulated-vgg16", "500Mbit/s"

@@ -34,7 +34,7 @@ from benchmarks.wsp import BOUNDS, RATE, Shape, export_minibatch
 from benchmarks.wsp_replay import RULES, WORKERS, Minibatch, Replay, TaskBatches
 from soap.cli import emulation
 from soap.cli.options import not_negative, positive
-from soap.elastic.simulation.delays import Delays
+from soap.elastic.simulation.unroll import Delays
 from soap.elastic.worker import Source
 from soap.emulation.placement import run_evenly
 from soap.errors import SoapError

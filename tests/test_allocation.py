@@ -7,12 +7,12 @@ import sys
 
 import pytest
 
-from soap.runtime.system.malloc import keep_freed_memory
+from soap.runtime.system.process import keep_freed_memory
 
 PAGES = """
 import resource
 import torch
-from soap.runtime.system.malloc import give_back, keep_freed_memory
+from soap.runtime.system.process import give_back, keep_freed_memory
 
 def faults(work):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -12,8 +12,8 @@ from benchmarks import bipartite, egress, kept, sparse_designs
 from benchmarks.bipartite import DATA_PARALLEL, HOGWILD, MODEL, Round, bench_of, page, plans
 from benchmarks.elastic_work import Measuring
 from benchmarks.shared_processor import SharedProcessor
+from soap.elastic.leases import Steps
 from soap.elastic.simulation.design import design_of, three_designs
-from soap.elastic.steps import Steps
 from soap.errors import SoapError
 from soap.strategy.consistency import parse
 from soap.tracing.load import load_model

@@ -22,7 +22,7 @@ from soap.profiles.roofline import RooflineCosts
 from soap.runner.config import RunnerConfig
 from soap.runner.runner import adapted
 from soap.runner.tuning import with_partitions
-from soap.runtime.program.resizing import resized_plan
+from soap.runtime.planned import resized_plan
 from soap.search import chains, recomputing, starts
 from soap.search.alignment import aligned_with
 from soap.search.chains import search

@@ -46,7 +46,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "soap.preprocessing",
         "soap.elastic.session",
         "soap.elastic.faults",
-        "soap.runtime.system.parent",
+        "soap.runtime.system.process",
         *GROUND_FLOOR,
     ),
     "soap.data": ("soap.data", *GROUND_FLOOR),

@@ -13,7 +13,7 @@ from benchmarks.models import export_model
 from benchmarks.pipeline_contenders import SCHEDULES, PipelineContest
 from benchmarks.published import strategy_of
 from benchmarks.published_models import graph_of
-from soap.measure.memory import peak_memory
+from soap.measure.iteration import peak_memory
 from soap.model.graph import OperatorGraph
 from soap.profiles.roofline import RooflineCosts
 from soap.runtime.comm.launch import launch

@@ -12,7 +12,7 @@ import threading
 
 import pytest
 
-from soap.runtime.system.gloo_threads import SLICE_NS, be_prompt, thread_name
+from soap.runtime.system.process import SLICE_NS, be_prompt, thread_name
 
 SCHED_GETATTR = {"x86_64": 315, "aarch64": 275}
 ATTRIBUTES = struct.Struct("=IIQiIQQQ")

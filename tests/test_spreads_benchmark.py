@@ -15,9 +15,8 @@ from benchmarks.spread_pairs import Pair
 from soap.cluster.presets import preset
 from soap.cluster.topology import Topology
 from soap.errors import SoapError
-from soap.measure.link_figures import with_measured_links
 from soap.measure.link_probe import LinkTiming
-from soap.measure.link_probes import Operation, quick_probes
+from soap.measure.link_probes import Operation, quick_probes, with_measured_links
 from soap.profiles.entries import UPDATE, Entry, Timing, update_key
 from soap.profiles.keys import TileKey
 from soap.profiles.lookup import Source

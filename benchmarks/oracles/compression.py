@@ -15,9 +15,8 @@ from torch import nn
 from soap.errors import RuntimeFailure
 from soap.plan.compression.policy import LEAST_BYTES, Layer, chosen
 from soap.runtime.compression.dgc import Momentum, WarmUp, clip_locally, clipped
-from soap.runtime.compression.peer import AS_IT_IS, CompressedTraining, Peer
+from soap.runtime.compression.peer import AS_IT_IS, CompressedTraining, Peer, in_order, synchronized
 from soap.runtime.compression.seam import State
-from soap.runtime.compression.together import in_order, synchronized
 from soap.strategy.compression import Compression
 
 Loss = Callable[[nn.Module, Sequence[torch.Tensor]], torch.Tensor]

@@ -18,7 +18,7 @@ from soap.errors import ModelError, SoapWarning
 from soap.model.graph import OperatorGraph
 
 if TYPE_CHECKING:
-    from soap.tracing.model import TracedModel
+    from soap.tracing.execute import TracedModel
 
 Model: TypeAlias = "TracedModel | OperatorGraph | str | Path"
 
@@ -154,10 +154,10 @@ def measure_rows(model: TracedModel | str | Path, batches: Iterable[Sequence[Any
     inputs, unless these always look up the same row. ModelError if no batch has the shapes of the model's inputs.
     """
     from soap.tracing import row_counting
-    from soap.tracing.execute import ExecutableModel
+    from soap.tracing.execute import TracedModel
 
-    traced = load(model, plan_only=True) if isinstance(model, (str, Path)) else model
-    if not isinstance(traced, ExecutableModel):
+    traced: object = load(model, plan_only=True) if isinstance(model, (str, Path)) else model
+    if not isinstance(traced, TracedModel):
         raise ModelError(f"rows are counted by running a model's look-ups; expected what soap.load returns, not {type(traced).__name__}")
     return replace(traced.graph, sparse=row_counting.measure_rows(traced, batches))
 

@@ -15,6 +15,7 @@ from soap.api.strategies import classical, simulated_name
 from soap.cluster.memory_budget import with_memory_budget
 from soap.cluster.topology import Topology
 from soap.errors import ProfileError, SoapWarning
+from soap.model.graph import OperatorGraph
 from soap.plan.compression.training import PLAIN, PlannedTraining
 from soap.profiles.roofline import RooflineCosts
 from soap.search.deciding import DECIDING_DRAWS
@@ -28,7 +29,8 @@ from soap.search.starts import BASELINE
 from soap.simulator.costs import CostModel, CostSource
 from soap.simulator.simulate import Simulation, Simulator
 from soap.strategy.config import Strategy
-from soap.strategy.pipelines import usual_in_stages
+from soap.strategy.megatron import staged
+from soap.strategy.stages import chunks_of, devices_of_stages, stages_of_chunks
 
 if TYPE_CHECKING:
     from soap.profiles.corrections import Correction
@@ -236,3 +238,13 @@ def announce_compiling() -> None:
     """Tell a user at a terminal that the first minute is spent compiling."""
     if sys.stderr is not None and sys.stderr.isatty():
         print("compiling the simulator for this machine, once: less than a minute", file=sys.stderr)
+
+
+def usual_in_stages(graph: OperatorGraph, strategy: Strategy, topology: Topology) -> Strategy:
+    """The strategy with data parallelism inside each of its stages, on the devices that they use already; without stages, on all of these.
+    It may have more micro-batches than its own configurations allow."""
+    chunks = chunks_of(graph, strategy.stages)
+    stage_of = stages_of_chunks(max(chunks, default=0) + 1, strategy.schedule)
+    groups = [sorted(own) or [0] for own in devices_of_stages(graph, strategy)]
+    made = staged(graph, topology, [stage_of[chunk] for chunk in chunks], groups, microbatches=strategy.microbatches)
+    return replace(strategy, operators=made.operators)

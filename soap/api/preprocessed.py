@@ -14,7 +14,7 @@ from soap.model.graph import OperatorGraph
 from soap.model.sparse_access import HALVINGS, halvings
 
 if TYPE_CHECKING:
-    from soap.tracing.model import TracedModel
+    from soap.tracing.execute import TracedModel
 
 BLOCK_SAMPLES = 2**18
 """Samples that are counted at once, in whole batches."""
@@ -24,10 +24,11 @@ def measure_rows_of(model: TracedModel, folder: str | Path) -> OperatorGraph:
     """The model's graph with rows counted on all whole batches of what ``soap-preprocess`` wrote. Where each table is looked up by one
     column of the data, as in DLRM, columns are counted without running anything. ModelError if the data do not fit the model."""
     from soap.data import Preprocessed
-    from soap.tracing.execute import ExecutableModel
+    from soap.tracing.execute import TracedModel
     from soap.tracing.row_counting import columns_read, measure_rows
 
-    if not isinstance(model, ExecutableModel):
+    given: object = model
+    if not isinstance(given, TracedModel):
         raise ModelError(f"rows are counted by running a model's look-ups; expected what soap.load returns, not {type(model).__name__}")
     data = Preprocessed(folder)
     if not model.graph.sparse:

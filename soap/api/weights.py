@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from soap.tracing.model import TracedModel
+    from soap.tracing.execute import TracedModel
     from soap.weights.seam import Weights
 
 

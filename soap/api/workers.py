@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from soap.mixed.partitioning import WorkerPlan
     from soap.mixed.searching import Finder
     from soap.mixed.steady import MixedSteady
-    from soap.tracing.model import TracedModel
+    from soap.tracing.execute import TracedModel
 
 ANY = "any"
 """Instead of a policy: the best of all policies and of the most promising other divisions."""

@@ -35,8 +35,7 @@ MEASURING_SHARE, MOST_SHARE = 0.3, 0.4
 @dataclass(frozen=True)
 class Wish:
     """What to measure and run. ``profile_s``: seconds of measuring, 0 for none. ``finalists``: number of strategies to run, 0 for none.
-    ``asked``: whether the user has asked for the runs. ``problem``: why nothing is done by default, in one line; empty if there is no
-    reason to tell."""
+    ``asked``: whether the user has asked for the runs. ``problem``: why nothing is done by default, or empty."""
 
     profile_s: float = 0.0
     finalists: int = 0
@@ -60,8 +59,7 @@ def check_asked(cluster: str, profile_s: float | None, finalists: int | None, co
 
 
 def check_none_asked(profile_s: float | None, finalists: int | None) -> None:
-    """UsageError if the user has asked for measuring or running with several clusters. Plans that were run and plans that were only
-    predicted cannot be compared."""
+    """UsageError if measuring or running is asked for with several clusters: plans that were run do not compare with predicted ones."""
     for option, value in (("--profile", profile_s), ("--verify", finalists)):
         if value:
             raise UsageError(f"{option} with several --cluster, which are compared by predictions; expected one --cluster, or no {option}")
@@ -92,9 +90,8 @@ def profile(
     stopping: Stopping,
     options: SearchOptions | None = None,
 ) -> tuple[Measured | None, Wish]:
-    """Measure, first of all what decides a search with these options, and say if not all of it could be measured. Returns what is still to
-    be done. After Ctrl-C the search goes on, but nothing is run behind it. After SIGTERM the search ends at once, with the best of its
-    starts."""
+    """Measure, first what decides a search with these options. Returns what is still to be done. After Ctrl-C the search goes on, but
+    nothing is run behind it; after SIGTERM it ends at once, with the best of its starts."""
     limit = stopping.limit
     try:
         with limit.part(MOST_SHARE):

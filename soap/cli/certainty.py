@@ -11,8 +11,7 @@ from soap.search.starts import BASELINE
 
 
 def text(found: Mapping[str, Any]) -> str:
-    """``117.0 ms to 149.2 ms (80%); 1.1 to 1.3x data_parallel, …``, of a ``range_record``. It says so where a step takes longer than its
-    tasks, which simulated times do not have."""
+    """``117.0 ms to 149.2 ms (80%); 1.1 to 1.3x data_parallel, …``, of a ``range_record``; also if steps take longer than tasks."""
     least, _, most = found["speedup"]
     longer = "" if found["step_factor"] == 1 else f", steps here take {found['step_factor']:.2f} times as long as their tasks"
     time = f"{between(found)} ({found['shares'][-1] - found['shares'][0]:.0%}{longer})"
@@ -28,8 +27,7 @@ def between(found: Mapping[str, Any]) -> str:
 
 
 def decided_text(found: Mapping[str, Any], files: Mapping[str, str] | None = None, *, at_hand: bool) -> str:
-    """How sure the fastest and the safe plan of a ``decision_record`` are. Empty if nothing was compared. ``files``: where they were
-    written. ``at_hand``: whether the cluster is this machine."""
+    """How sure the fastest and the safe plan of a ``decision_record`` are; empty if nothing was compared. ``files``: where they are."""
     reference, fastest, safe = found["reference"], found["fastest"], found["safe"]
     if reference is None:
         return ""

@@ -1,4 +1,4 @@
-"""``--save`` and ``--resume`` of ``soap-run``: what they mean, and when a checkpoint is due."""
+"""``--save`` and ``--resume`` of ``soap-run``, when a checkpoint is due, and the losses so far, in a file that outlives the ranks."""
 
 from __future__ import annotations
 
@@ -95,3 +95,22 @@ class Saver:
             self.saved = str(trainer.save(self._options.save, keep=self._options.keep))
         if self._options.weights is not None and trainer.steps == self._last_step:
             trainer.save_weights(self._options.weights, self._options.names)
+
+
+def note_step(path: str, step: int, loss: float) -> None:
+    """Note a step's loss. It is with the operating system when this returns."""
+    with open(path, "a", encoding="ascii") as stream:
+        stream.write(f"{step} {loss!r}\n")
+
+
+def noted_bytes(path: Path) -> int:
+    """Bytes of the file: it grows with each step that is done, also again."""
+    return path.stat().st_size if path.exists() else 0
+
+
+def noted_losses(path: Path) -> dict[int, float]:
+    """The loss of each step, of steps that were done again the last; a line that a killed rank has left unfinished is left out."""
+    if not path.exists():
+        return {}
+    *lines, _ = path.read_text(encoding="ascii").split("\n")
+    return {int(step): float(loss) for step, loss in (line.split(" ") for line in lines)}

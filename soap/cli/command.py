@@ -74,6 +74,10 @@ class Parser(argparse.ArgumentParser):
         settings.setdefault("metavar", "DIR" if kind.is_folder else "FILE")
         self.outputs[self.add_argument(*names, **settings)] = kind
 
+    def add_repeatable(self, name: str, **settings: Any) -> None:
+        """Add an option that may be given several times; its value is a list, empty by default."""
+        self.add_argument(name, action="append", default=[], **settings)
+
     def error(self, message: str) -> NoReturn:
         """Print one line and exit with the code for usage errors."""
         if found := re.search(r"unrecognized arguments: (--[\w-]+)", message):

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from soap.cli.command import Parser, UsageError
+from soap.cli.options import part_of_the_box
 from soap.cli.plain_text import aligned
 from soap.cluster.topology import DeviceKind, Topology
 from soap.emulation.hosts import Card, HostLimits, host_limits
@@ -104,8 +105,7 @@ def planned_bytes(simulation: Simulation, micro_batches: int) -> Mapping[str, in
 
 
 def crossed(hosts: Sequence[HostLimits], simulation: Simulation, micro_batches: int, measured: StepTimes) -> list[dict[str, Any]]:
-    """For each host, bytes in all timed steps as plain JSON values: counted by its network card, the share that is headers of frames,
-    and planned."""
+    """By host, bytes in all timed steps as plain JSON values: counted by its network card, the headers of frames, and planned."""
     planned, steps = planned_bytes(simulation, micro_batches), len(measured.times_ns)
     links = simulation.tasks.topology.links
 
@@ -168,14 +168,3 @@ def text(report: Mapping[str, Any]) -> str:
     if emulation["scale"] != 1:
         parts.append(f"  link rates and CPU shares times {emulation['scale']:g}; predicted times are divided by it")
     return "\n".join(parts)
-
-
-def part_of_the_box(value: str) -> float:
-    """Parse ``--emulate-scale``. argparse.ArgumentTypeError unless it is above 0 and at most 1."""
-    try:
-        scale = float(value)
-    except ValueError:
-        scale = 0.0
-    if not 0 < scale <= 1:
-        raise argparse.ArgumentTypeError(f"{value!r} is not allowed; expected a number above 0 and at most 1")
-    return scale

@@ -14,7 +14,7 @@ from soap.cli.options import data_spec, positive
 if TYPE_CHECKING:
     from soap.cli.training import Job, Outcome
     from soap.runtime.trainer import Trainer
-    from soap.tracing.model import TracedModel
+    from soap.tracing.execute import TracedModel
 
 STEPS = 10
 HELP = (
@@ -32,8 +32,7 @@ def add_evaluation(parser: Parser) -> None:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """What is evaluated when training is over: ``steps`` batches of ``data``, by the program in the file ``model``, None: the one that
-    trains."""
+    """What is evaluated at the end: ``steps`` batches of ``data``, by the program in the file ``model``, None: the one that trains."""
 
     data: str
     steps: int
@@ -64,8 +63,7 @@ def require_possible(job: Job, model: TracedModel) -> None:
 
 def evaluate(job: Job, model: TracedModel, trainer: Trainer) -> float | None:
     """The mean loss of the batches, the same on all ranks; None if nothing is to be evaluated."""
-    from soap.cli.batches import batch_size, user_batches
-    from soap.cli.sampled import by_rank
+    from soap.cli.batches import batch_size, by_rank, user_batches
     from soap.cli.training import converted
 
     if job.evaluated is None:

@@ -319,7 +319,7 @@ def make_parser() -> Parser:
     parser.add_argument("--dynamic-batch", action="store_true", help="leave the number of samples open, for a smaller last batch")
     parser.add_argument("--no-verify", action="store_true", help="do not compare a step of the file with one of the module")
     text = "this module defines custom operators of the model; commands then need --import, too (repeatable)"
-    parser.add_argument("--import", metavar="MODULE", dest="imports", type=module_name, action="append", default=[], help=text)
+    parser.add_repeatable("--import", metavar="MODULE", dest="imports", type=module_name, help=text)
     return parser
 
 
@@ -402,8 +402,7 @@ def _made(args: argparse.Namespace) -> tuple[nn.Module, Sequence[Any], Mapping[s
 
 
 def loss_field(name: str) -> Callable[[Any], Any]:
-    """Takes this part of a module's output: attributes, keys and numbers with dots between them, such as ``loss``, ``1``, ``out.0``.
-    ModelError if there is none."""
+    """Takes a part of a module's output by attributes, keys and numbers: ``loss``, ``1``, ``out.0``. ModelError if there is none."""
 
     def take(output: Any) -> Any:
         found = output

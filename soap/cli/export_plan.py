@@ -11,10 +11,9 @@ from typing import Any
 from soap import api, outputs
 from soap.api.exported_plans import Candidate, ExportedPlan, export_plan
 from soap.cli import plan_summary, rows
-from soap.cli.asked_strategy import add_asked, read_file
 from soap.cli.command import Parser, run_command
 from soap.cli.diff import listings
-from soap.cli.inputs import check_inputs
+from soap.cli.inputs import add_asked, check_inputs, read_file
 from soap.cli.options import add_json, cluster_of, reading
 from soap.cli.plain_text import aligned, milliseconds
 from soap.exported_plans.contract import Target

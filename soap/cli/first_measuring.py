@@ -17,7 +17,8 @@ from tqdm import tqdm
 from soap import api
 from soap.api.informing import TILES, Thing, WhatDecides
 from soap.api.predictions import announce_compiling
-from soap.cli import emulation, links, room
+from soap.cli import emulation, links
+from soap.cli import wanted as room
 from soap.cli.command import one_line
 from soap.cli.options import Reading
 from soap.cli.profile import NAMED_GROUP
@@ -52,8 +53,7 @@ DECIDING = "plans that may be chosen"
 
 @dataclass(frozen=True)
 class Aim:
-    """``sure``: nothing that could be measured changes the choice. ``todo``: what decides, the most valuable first; if the choice is sure,
-    what its prediction rests on."""
+    """``sure``: nothing measurable changes the choice. ``todo``: what decides, the most valuable first; else what a prediction rests on."""
 
     sure: bool
     todo: tuple[Wanted, ...] = ()

@@ -10,14 +10,13 @@ from typing import Any
 import torch
 
 from soap import api
-from soap.cli.batches import ConvertedBatches, DrawnBatches, batch_size, user_batches
+from soap.cli.batches import Batches, ConvertedBatches, DrawnBatches, batch_size, user_batches
 from soap.cli.command import UsageError
 from soap.cli.preprocessed import folder_of
-from soap.cli.sampled import Batches
 from soap.data import Preprocessed
 from soap.elastic.worker import OfDataset
 from soap.model.batch import sample_dims
-from soap.tracing.model import TracedModel
+from soap.tracing.execute import TracedModel
 
 ENDLESS = 2**40
 """Steps of data that never end."""

@@ -19,7 +19,6 @@ from soap.cluster.kinds import has_gpus, run_kind
 from soap.cluster.presets import family
 from soap.cluster.topology import Topology
 from soap.errors import INTERRUPTED_EXIT_CODE, ProfileError
-from soap.measure.link_figures import modelled_seconds, with_measured_links
 from soap.measure.link_probes import (
     IN_STEPS,
     LinkTiming,
@@ -28,8 +27,10 @@ from soap.measure.link_probes import (
     cpu_fits,
     fits,
     is_enough,
+    modelled_seconds,
     probes_for,
     scales_of,
+    with_measured_links,
 )
 from soap.profiles.link_places import LinkPlace, link_place
 from soap.profiles.measured_links import known_links
@@ -121,8 +122,7 @@ def _check_is_there(args: argparse.Namespace, topology: Topology) -> None:
 
 
 def _measure(args: argparse.Namespace, topology: Topology, place: LinkPlace, todo: Sequence[Probe], store: Store) -> int | None:
-    """Measure; the number of probes, or None on ranks that do not report. Under torchrun all ranks take part, and rank 0 decides what
-    is left."""
+    """Measure; the number of probes, or None on ranks that do not report. Under torchrun all take part, and rank 0 decides what is left."""
     if not todo and not under_launcher(os.environ):
         return 0
     scale = emulation.asked_scale(args)

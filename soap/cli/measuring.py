@@ -22,18 +22,17 @@ from soap.cluster.presets import family
 from soap.cluster.topology import Topology
 from soap.emulation.hosts import host_limits
 from soap.errors import SoapWarning
-from soap.measure.compression_timing import time_compression
 from soap.measure.neighbours import Neighbours
 from soap.measure.this_machine import core_reference_ns, cpu_cores, noticing_others
 from soap.measure.tile_timing import TileTimer, TileTimes
 from soap.measure.timing import Sample
-from soap.measure.upkeep_timing import time_copy, time_runtime, time_update
+from soap.measure.upkeep_timing import time_compression, time_copy, time_runtime, time_update
 from soap.plan.tiling import Tile, tiles_of
 from soap.profiles.entries import COPY, RUNTIME, Entry, Timing, apart, typical
 from soap.profiles.keys import Environment, TileKey
 from soap.profiles.store import Store
 from soap.profiles.work import backward_work, forward_work
-from soap.runtime.system.malloc import keep_freed_memory
+from soap.runtime.system.process import keep_freed_memory
 from soap.strategy.classical import CLASSICAL
 
 Progress = Callable[[Wanted], None]

@@ -58,12 +58,10 @@ def add_model(parser: Parser, *, positional: bool) -> None:
 
 def add_reading(parser: Parser) -> None:
     """Add the options for reading a model."""
-    parser.add_argument(
+    parser.add_repeatable(
         "--batch-dim",
         metavar="INPUT=DIM",
         type=batch_dim,
-        action="append",
-        default=[],
         help="dimension of an input that counts samples, where it is not 0; -1 for none (repeatable)",
     )
     parser.add_argument(
@@ -75,20 +73,17 @@ def add_reading(parser: Parser) -> None:
     parser.add_argument("--autocast", choices=["bfloat16", "float16"], help=AUTOCAST_HELP)
     precision = "torch.set_float32_matmul_precision: below highest, GPUs multiply float32 matrices in TF32 (default: torch's, highest)"
     parser.add_argument("--matmul-precision", choices=["highest", "high", "medium"], help=precision)
-    parser.add_argument(
+    parser.add_repeatable(
         "--import",
         metavar="MODULE",
         dest="imports",
         type=module_name,
-        action="append",
-        default=[],
         help="import this module first, on every rank: it defines custom operators of the model (repeatable)",
     )
 
 
 def add_cluster(parser: Parser, note: str = "", *, several: bool = False) -> None:
-    """Add ``--cluster SPEC``. It is this machine by default, or None if ``note`` says what else. ``several``: it may be repeated, and its
-    value is a list, or None."""
+    """Add ``--cluster SPEC``, by default this machine, or None if ``note`` says what else. ``several``: its value is a list, or None."""
     action, default = "append" if several else "store", None if note else LOCAL
     parser.add_argument("--cluster", metavar="SPEC", default=default, action=action, help=f"{CLUSTER_HELP} ({note or f'default {LOCAL}'})")
     text = "measure this machine again, if the cluster is made of it: rates and links are measured once, failures kept for a day"
@@ -141,12 +136,10 @@ def add_rows(parser: Parser) -> None:
     )
     whole = "what soap-preprocess wrote: count over all of it, and make zoo:dlrm's tables as long as its dictionaries"
     parser.add_argument("--alpha-from", metavar="OUT", help=whole)
-    parser.add_argument(
+    parser.add_repeatable(
         "--alpha",
         metavar="GLOB=SHARE",
         type=alpha,
-        action="append",
-        default=[],
         help="share of a sparse parameter's rows that a batch touches, instead of what is counted: 'embedding*=0.05' (repeatable)",
     )
 
@@ -189,10 +182,7 @@ def not_negative(text: str) -> int:
 
 def positive_number(text: str) -> float:
     """A finite number above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = float("nan")
+    value = _number(text)
     if not (isfinite(value) and value > 0):
         raise argparse.ArgumentTypeError(f"{text!r} is not allowed; expected a number above 0")
     return value
@@ -200,10 +190,7 @@ def positive_number(text: str) -> float:
 
 def not_negative_number(text: str) -> float:
     """A finite number of at least 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = float("nan")
+    value = _number(text)
     if not (isfinite(value) and value >= 0):
         raise argparse.ArgumentTypeError(f"{text!r} is not allowed; expected a number of at least 0")
     return value
@@ -296,8 +283,7 @@ def lossy_method(text: str) -> Compression:
 
 
 def add_compressed_training(parser: Parser, when: str = "", lossy: str = "") -> None:
-    """Clipping, and what training by a plan that compresses has beside the optimizer. ``when``: what the helps begin with; ``lossy``: what
-    those of a plan that compresses begin with."""
+    """Clipping, and what a plan that compresses has beside the optimizer. ``when``, ``lossy``: what helps begin with."""
     parser.add_argument("--clip-norm", metavar="X", type=positive_number, help=f"{when}scale gradients to at most this global norm")
     parser.add_argument(
         "--correct-momentum",
@@ -367,13 +353,26 @@ def module_name(text: str) -> str:
 def alpha(text: str) -> tuple[str, float]:
     """Parse ``embedding*=0.05``. Whether a batch can touch so many rows is checked when the model is known."""
     pattern, found, number = text.rpartition("=")
-    try:
-        share = float(number)
-    except ValueError:
-        share = 0.0
+    share = _number(number)
     if not found or not pattern or not 0 < share <= 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not allowed; expected GLOB=SHARE, such as 'embedding*=0.05', above 0 and at most 1")
     return pattern, share
+
+
+def _number(text: str) -> float:
+    """The number that a text is; none (NaN) for other texts."""
+    try:
+        return float(text)
+    except ValueError:
+        return float("nan")
+
+
+def part_of_the_box(text: str) -> float:
+    """A number above 0 and at most 1."""
+    value = _number(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; expected a number above 0 and at most 1")
+    return value
 
 
 def _whole(text: str, least: int) -> int:

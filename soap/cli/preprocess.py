@@ -187,8 +187,7 @@ def _generate(args: argparse.Namespace) -> int:
 
 
 class Bars:
-    """A progress bar for each step, in bytes, since rows are not known before they are read; with rows per second, X and Y. ``steps``:
-    takes down when tasks end."""
+    """A progress bar for each step, in bytes, with rows per second, X and Y. ``steps``: takes down when tasks end."""
 
     def __init__(self, hidden: bool, steps: Steps | None = None) -> None:
         self._hidden, self._steps = hidden, steps or Steps()

@@ -66,7 +66,7 @@ def make_parser() -> Parser:
     add_time_limit(parser, "what was measured by then is kept, and the same command goes on from there")
     parser.add_argument("--again", action="store_true", help="measure what is known already, too, and replace it; drops corrections")
     kind = "measure only computations of this kind, as show names them, such as linear, or update (repeatable)"
-    parser.add_argument("--kind", metavar="KIND", action="append", default=[], help=kind)
+    parser.add_repeatable("--kind", metavar="KIND", help=kind)
     planned = "measure here what plans for this cluster need, which has such GPUs as this machine; --strategy is one of its plans"
     parser.add_argument("--for", dest="planned", metavar="SPEC", help=planned)
     decides = "measure nothing; say what to measure to be surer whether this strategy beats data parallelism, as commands to run"
@@ -98,7 +98,7 @@ def _add_subject(parser: Parser) -> None:
     add_cluster(parser)
     parser.add_argument("--strategy", metavar="FILE", help="its computations, too, before those that a search may propose")
     lossy = "what compressing gradients by this method takes, as one of the cluster's devices, too, as for soap-search (repeatable)"
-    parser.add_argument("--lossy", metavar="METHOD", type=lossy_method, action="append", default=[], help=lossy)
+    parser.add_repeatable("--lossy", metavar="METHOD", type=lossy_method, help=lossy)
     add_json(parser)
 
 

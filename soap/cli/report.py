@@ -10,9 +10,8 @@ from typing import Any
 
 from soap import api, outputs
 from soap.cli import reporting, rows, timelines
-from soap.cli.asked_strategy import add_asked, read_file
 from soap.cli.command import Parser, UsageError, run_command
-from soap.cli.inputs import check_inputs
+from soap.cli.inputs import add_asked, check_inputs, read_file
 from soap.cli.options import cluster_of
 from soap.plan.compression.training import PLAIN, for_scaling
 from soap.simulator.analysis.comparison import compare

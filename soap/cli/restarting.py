@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from soap.cli import emulation, journal, spare_plans
+from soap.cli import checkpoints, emulation, spare_plans
 from soap.cli.command import Parser, UsageError
 from soap.cli.options import positive
 from soap.errors import RuntimeFailure, StrategyError
@@ -132,8 +132,7 @@ def facts(report: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 class Restarting:
-    """Trains a prepared job to its end. ``restarts``: those that were needed. ``say``: shows a line at once. ``spare``: a folder of plans
-    for fewer devices, or none."""
+    """Trains a prepared job to its end. ``restarts``: those needed. ``say``: shows a line. ``spare``: folder of plans for fewer devices."""
 
     def __init__(self, prepared: Prepared, most: int, start: Start, replan: Replan, say: Callable[[str], None], spare: str | None) -> None:
         self.prepared, self.restarts = prepared, list[Restart]()
@@ -151,7 +150,7 @@ class Restarting:
             log, suspect, times = notes / "losses", None, 0
             while True:
                 job = self._job(saves, log)
-                done = journal.size(log)
+                done = checkpoints.noted_bytes(log)
                 try:
                     with _visible(self._left):
                         outcome = self._start(job)
@@ -159,7 +158,7 @@ class Restarting:
                 except RankLost as lost:
                     if len(self.restarts) == self._most:
                         raise self._over(lost, saves) from None
-                    at_once = journal.size(log) == done
+                    at_once = checkpoints.noted_bytes(log) == done
                     times = times + 1 if at_once and lost.rank is not None and lost.rank == suspect else int(at_once)
                     suspect = lost.rank
                     if times == AT_ONCE and suspect is not None and len(self._left) > 1:
@@ -224,7 +223,7 @@ class Restarting:
 
     def _whole(self, outcome: Outcome, log: Path) -> Outcome:
         """With the losses of all steps, and without checkpoints that are gone with their folder."""
-        own, found = dict(outcome.measured), journal.losses(log)
+        own, found = dict(outcome.measured), checkpoints.noted_losses(log)
         first = self._begin.resumed_at
         name = self.prepared.job.main
         own[name] = replace(own[name], losses=tuple(found[step] for step in range(first, first + self._steps)))

@@ -13,8 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from soap import api
-from soap.cli import compressing, emulation, evaluating, figures, loss_scaling, reporting, restarting, stale_run, step_log, warm_up, weights
-from soap.cli.as_read import as_read, simulated
+from soap.cli import compressing, emulation, evaluating, figures, reporting, restarting, stale_run, step_log, warm_up, weights
 from soap.cli.checkpoints import add_checkpoints, check_optimizer, chosen, going_on
 from soap.cli.command import Parser, UsageError, note, run_command
 from soap.cli.inputs import check_inputs
@@ -32,7 +31,7 @@ from soap.cli.options import (
 )
 from soap.cli.plain_text import aligned, listed, milliseconds, speed_up
 from soap.cli.plan_summary import crowded, resting, shared_cores
-from soap.cli.preprocessed import add_data, folder_of, sized
+from soap.cli.preprocessed import add_data, as_read, folder_of, simulated, sized
 from soap.cli.timelines import measured_text, not_as_priced
 from soap.cli.updating import Updating, add_updating, require_trainable
 from soap.cluster.kinds import run_kind
@@ -213,8 +212,7 @@ def prepare(args: argparse.Namespace, topology: Topology | None = None) -> tuple
 
 
 def start(job: Job, hosts: Sequence[HostLimits] = (), limit_s: float | None = None) -> Outcome | None:
-    """Run the job on all ranks, on emulated hosts if there are any. None under torchrun on all ranks but rank 0, which reports.
-    ``limit_s``: as for ``launch``."""
+    """Run the job on all ranks, on emulated hosts if there are any. None on ranks that do not report. ``limit_s``: as for ``launch``."""
     from soap.cli.training import train
 
     return on_ranks(job, hosts, train, job, limit_s)
@@ -344,7 +342,7 @@ def text(report: Mapping[str, Any]) -> str:
     if report["warm_up"]:
         facts.append(("predicted warm-up", warm_up.text(report["warm_up"], own["predicted_ns"])))
     facts += [(what, report[what]) for what in ("checkpoint", "weights") if report[what]]
-    facts += [*loss_scaling.facts(report), *evaluating.facts(report), *restarting.facts(report)]
+    facts += [*loss_scaling_facts(report), *evaluating.facts(report), *restarting.facts(report)]
     if report["check"]:
         facts.append(("check", _checked(report["check"], lossy=report["compressed"] > 0)))
     head = f"{report['model']} on {report['cluster']}: {report['processes']} processes, {report['backend']}, {report['steps']} steps"
@@ -381,6 +379,15 @@ def _checked(found: Mapping[str, Any], *, lossy: bool) -> str:
         f"{verdict}: {found['compared']} tensors in {found['steps']} steps, largest difference {worst['error']:.1e} "
         f"({worst['kind']} {worst['name']}), allowed {found['tolerance']:.0e}"
     ) + f"{judged}; {found['eager']}"
+
+
+def loss_scaling_facts(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What became of the scale, if there is one."""
+    found = report["loss_scaling"]
+    if found is None:
+        return []
+    left = "no update was" if not found["skipped"] else "1 update was" if found["skipped"] == 1 else f"{found['skipped']} updates were"
+    return [("loss scaled by", f"{found['scale']:,g} at the end; {left} left out because of gradients that are not finite")]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 from soap import api, outputs
-from soap.cli import at_hand, clusters, explain, plan_summary, reporting, rows, search_report, served_search, spare_plans, two_plans
+from soap.cli import at_hand, clusters, explanation, plan_summary, reporting, rows, search_report, served_search, spare_plans, two_plans
 from soap.cli.clusters import Candidate
 from soap.cli.command import Parser, UsageError, check_outputs, note, one_line, run_command
 from soap.cli.first_measuring import Measured
@@ -112,8 +112,8 @@ def execute(args: argparse.Namespace) -> int:
 
 def _explain(args: argparse.Namespace) -> int:
     devices = api.load_cluster(args.cluster[0]) if args.autocast and args.cluster else None  # whose list of casts counts
-    found = explain.document(rows.load_graph(args, devices))
-    print(plan_summary.dump(found) if args.json else explain.text(found))
+    found = explanation.graph_document(rows.load_graph(args, devices))
+    print(plan_summary.dump(found) if args.json else explanation.graph_text(found))
     return 0
 
 

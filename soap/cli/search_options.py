@@ -111,41 +111,33 @@ def add_choices(parser: Parser) -> None:
         "not fit); data_parallel is always among them",
     )
     add_memory_budget(parser)
-    parser.add_argument(
+    parser.add_repeatable(
         "--pin",
         metavar="GLOB=SPEC",
         type=constraint,
-        action="append",
-        default=[],
         help="fix operators and search the rest: 'layers.*=sample:4,channel:2', 'loss=replicas:2'; @0-3, alone or behind that, fixes the "
         "devices (repeatable; factors by name or kind)",
     )
-    parser.add_argument(
+    parser.add_repeatable(
         "--forbid",
         metavar="GLOB=SPEC",
         type=constraint,
-        action="append",
-        default=[],
         help="rule something out for operators: '*=reduction' splitting such factors, '*=replicas' copies, '*=@3' a device (repeatable)",
     )
-    parser.add_argument(
+    parser.add_repeatable(
         "--sync",
         metavar="METHOD",
         type=sync_method,
-        action="append",
-        default=[],
         help="allow this method of synchronizing parameters beside all-reduce: parameter_server:P (on servers in P partitions; +local "
         "behind it: each host adds up first), zero (each device keeps a part of the optimizer's state, and updates it), fsdp (it keeps a "
         "part of the values, too, and gathers the others' for each use), or allgather (of sparse parameters' rows); allreduce allows "
         "nothing else (repeatable; default: any method for sparse parameters, all-reduce for dense ones, and zero and fsdp for all if "
         "data_parallel does not fit into memory)",
     )
-    parser.add_argument(
+    parser.add_repeatable(
         "--lossy",
         metavar="METHOD",
         type=lossy_method,
-        action="append",
-        default=[],
         help="allow gradients to be compressed by this method: rgc[:DENSITY], rgc+asq[:DENSITY], chunked[:DENSITY], powersgd[:RANK], bf16, "
         "int8 (repeatable; default: none, as a plan that compresses trains no more exactly like one process)",
     )

@@ -88,8 +88,7 @@ def text(
     measured: Measured | None = None,
     verified_s: float | None = None,
 ) -> str:
-    """The document for people. ``told``: the user's constraints. ``lossy``: methods that it
-    might compress by. ``at_hand``: whether the cluster is this machine."""
+    """The document for people. ``told``: the user's constraints. ``lossy``: methods to compress by. ``at_hand``: on this machine."""
     sections = [plan_summary.text(found, plan_summary.FOUND, _which(found)), plan_summary.optimality(outcome)]
     if "saving_memory" in found:
         sections.append(_saving_text(found["saving_memory"], saving_memory(outcome.simulator.topology)))

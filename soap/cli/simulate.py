@@ -13,21 +13,16 @@ from soap import api, outputs
 from soap.api.fitting import MOST_WAYS
 from soap.api.large import large_prediction
 from soap.cli import (
-    beside,
     explanation,
     fits,
-    iteration,
-    large_plan,
-    layers_on_servers,
     plan_summary,
     rows,
-    sensitivity,
+    simulate_report,
     stale_plan,
     worker_plan,
 )
-from soap.cli.asked_strategy import add_asked, read_file
 from soap.cli.command import Parser, UsageError, run_command
-from soap.cli.inputs import check_inputs
+from soap.cli.inputs import add_asked, check_inputs, read_file
 from soap.cli.options import add_explain, add_outputs, cluster_of, reading, share
 from soap.cli.stopping import add_time_limit
 from soap.cli.timelines import predicted_text
@@ -66,7 +61,7 @@ def make_parser() -> Parser:
         f"say whether it fits into the devices' memory (default: {BASELINE}), and if not, the {MOST_WAYS} fastest ways that do, in seconds"
     )
     parser.add_argument("--fits", action="store_true", help=fits_help)
-    beside.add_beside(parser)
+    simulate_report.add_beside(parser)
     parser.add_output("-o", "--output", kind=outputs.STRATEGY, help="write the strategy, as soap-search does (with --builtin)")
     parser.add_argument(
         "--what-if",
@@ -86,7 +81,7 @@ def execute(args: argparse.Namespace) -> int:
     """Simulate and report."""
     _check(args)
     whole = cluster_of(args, args.cluster)
-    topology = beside.asked_part(args, whole)
+    topology = simulate_report.asked_part(args, whole)
     graph, training = rows.load_graph(args, topology), for_scaling(PLAIN, args.autocast)
     if args.fits and not args.strategy:
         return _report_fit(args, _fits(args, graph, topology, args.builtin or BASELINE, training), graph, topology)
@@ -107,26 +102,26 @@ def execute(args: argparse.Namespace) -> int:
         return _report_stale(args, strategy, simulator)
     large = large_prediction(simulator, strategy)
     if large is not None:
-        told = large_plan.report(args, simulator, strategy, large, args.builtin or Path(args.strategy).name)
-        print(plan_summary.dump(told) if args.json else large_plan.text(told))
+        told = simulate_report.large_report(args, simulator, strategy, large, args.builtin or Path(args.strategy).name)
+        print(plan_summary.dump(told) if args.json else simulate_report.large_text(told))
         return 0
     simulation = simulator.predict(strategy)
     explained = _whole(simulation) if args.explain else None
     if args.timeline:
         write_text_atomically(args.timeline, predicted_text(graph, strategy, simulation, simulator.costs_hash, memory=True))
     usual = api.classical(BASELINE, graph, topology)
-    sensitivities = sensitivity.find(simulator, strategy, usual) if args.sensitivity else None
-    summary = {**plan_summary.document(simulator, strategy, simulation), "iteration": iteration.document(simulation)}
+    sensitivities = simulate_report.find_sensitivity(simulator, strategy, usual) if args.sensitivity else None
+    summary = {**plan_summary.document(simulator, strategy, simulation), "iteration": simulate_report.iteration_document(simulation)}
     name = args.builtin or Path(args.strategy).name
     if args.beside:
-        summary["beside"] = beside.document(args, whole, name, simulator.run(strategy))
+        summary["beside"] = simulate_report.beside_document(args, whole, name, simulator.run(strategy))
     if placed is not None:
-        summary["layers_on_servers"] = layers_on_servers.document(placed, graph, topology)
+        summary["layers_on_servers"] = simulate_report.layers_document(placed, graph, topology)
     summary["what_if"] = None if made_for is None else {"made_for": made_for}
     if sensitivities is not None:
-        summary["sensitivity"] = sensitivity.document(sensitivities, simulator)
+        summary["sensitivity"] = simulate_report.sensitivity_document(sensitivities, simulator)
         if args.plot:
-            sensitivity.draw(sensitivities, args.plot)
+            simulate_report.draw_sensitivity(sensitivities, args.plot)
     if explained is not None:
         why = (
             api.explain(simulator, strategy, explained),
@@ -141,13 +136,13 @@ def execute(args: argparse.Namespace) -> int:
     else:
         if made_for is not None:
             print(f"what if: this strategy was made for cluster {short(made_for)}; its devices are taken by number\n")
-        print(plan_summary.text(summary, name) + "\n\n" + iteration.text(summary["iteration"]))
+        print(plan_summary.text(summary, name) + "\n\n" + simulate_report.iteration_text(summary["iteration"]))
         if placed is not None:
-            print("\n" + layers_on_servers.text(summary["layers_on_servers"]))
+            print("\n" + simulate_report.layers_text(summary["layers_on_servers"]))
         if args.beside:
-            print("\n" + beside.text(summary["beside"]))
+            print("\n" + simulate_report.beside_text(summary["beside"]))
         if sensitivities is not None:
-            print("\n" + sensitivity.text(summary["sensitivity"]))
+            print("\n" + simulate_report.sensitivity_text(summary["sensitivity"]))
         if explained is not None:
             print("".join(f"\n{section}\n" for section in explanation.texts(summary, simulation.makespan_ns, topology)), end="")
     return 0
@@ -160,7 +155,7 @@ def _check(args: argparse.Namespace) -> None:
     if args.output and not args.builtin:
         raise UsageError("--output without --builtin NAME, which is what it writes; expected both")
     fits.check_alone(args)
-    beside.check(args)
+    simulate_report.check_beside(args)
     if args.what_if and args.builtin:
         raise UsageError("--what-if with --builtin; expected --strategy FILE, since a classical strategy is made for the cluster at hand")
     if args.least_gain is not None and not _is_layered(args):
@@ -250,8 +245,7 @@ def _read(args: argparse.Namespace, graph: OperatorGraph, topology: Topology) ->
 
 
 def _whole(simulation: Simulation | FoldedSimulation) -> Simulation:
-    """StrategyError if only two of many copies were simulated. An explanation is about tasks, and would have to simulate all devices
-    for each operator."""
+    """StrategyError if only two of many copies were simulated: an explanation would have to simulate all devices for each operator."""
     if isinstance(simulation, FoldedSimulation):
         raise StrategyError(
             f"--explain: {simulation.topology.device_count} devices in equal copies, of which two were simulated; expected a cluster small "

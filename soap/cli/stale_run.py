@@ -20,10 +20,9 @@ from soap.cli.figures import rate
 from soap.cli.options import reading
 from soap.cli.plain_text import listed
 from soap.cli.preprocessed import folder_of, sized
-from soap.cli.rank_options import refuse_rank_options
 from soap.cli.stale_plan import describe, head
 from soap.cli.updating import Updating
-from soap.cli.worker_run import check_folders
+from soap.cli.worker_run import check_folders, refuse_rank_options
 from soap.cluster.topology import Topology
 from soap.errors import INTERRUPTED_EXIT_CODE, StrategyError
 from soap.strategy.consistency import SYNC, parse
@@ -40,7 +39,7 @@ OWN = "own"
 REDUCTIONS = ("mean", "sum")
 SHOWN_LOSSES = 8
 FURTHER = ("emulate", "schedule")
-"""Options that workers without state do not have, beside those of ``rank_options``."""
+"""Options that workers without state do not have, and those of ``RANKS_ALONE``."""
 
 
 def add_stale_run(parser: Parser) -> None:
@@ -83,12 +82,12 @@ def execute(args: argparse.Namespace, topology: Topology, prog: str) -> int:
     strategy = api.load_strategy(args.strategy, planned, topology)
     from soap.cli.lease_data import lease_data
     from soap.elastic.launcher import laid_out
-    from soap.elastic.notes import noted
+    from soap.elastic.leases import noted_run
     from soap.elastic.planned import options_of, plan_of
     from soap.elastic.worker import Source
 
     plan, optimizer = plan_of(strategy, planned.graph), _optimizer(args, planned.graph)
-    before = None if args.resume is None else noted(args.resume)
+    before = None if args.resume is None else noted_run(args.resume)
     seed = args.seed if args.seed is not None else 0 if before is None else before.seed
     data, batch = lease_data(args.model, read, planned, args.data, workers=len(plan.workers), batch=plan.batch, seed=seed, dtype=args.dtype)
     resumed_at = 0 if before is None else before.steps(len(plan.workers))

@@ -25,8 +25,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def add_time_limit(parser: Parser, what: str, *also: str) -> None:
-    """``--time-limit SECONDS``, which the whole command keeps to (``command.run_command``). ``what``: what is done when the time is over.
-    ``also``: older names of it."""
+    """``--time-limit SECONDS``, for the whole command. ``what``: what is done when the time is over. ``also``: older names of it."""
     text = f"end everything but writing so many seconds after the command was started: {what} (results may then differ)"
     parser.add_argument("--time-limit", *also, metavar="SECONDS", dest="time_limit", type=positive_number, help=text)
 

@@ -48,10 +48,9 @@ def measured_text(
     not_as_priced: str = "",
     scale: float = 1.0,
 ) -> str:
-    """The file of a predicted iteration and a measured one, side by side. ``iterations``: the events of each traced iteration (at least
-    one); the one of middle length is shown, with each task's median time. ``step_ns``: the time of a step without tracing.
-    ``costs_hash``, ``not_as_priced``: as in ``Description``. ``scale``: of an emulation; measured times are divided by it, so that they
-    are in the cluster's time, as predictions are."""
+    """The file of a predicted iteration and a measured one, side by side. ``iterations``: the events of each traced iteration, of which the
+    one of middle length is shown, with each task's median time. ``step_ns``: without tracing. ``scale``: of an emulation, by which measured
+    times are divided. ``costs_hash``, ``not_as_priced``: see ``Description``."""
     graph, topology = simulation.plan.graph, simulation.topology
     predicted_ns = simulation.step_ns(micro_batches)
     what = graph, topology, strategy, simulation
@@ -85,8 +84,7 @@ def _in_cluster_time(events: Sequence[MeasuredEvent], scale: float) -> list[Meas
 
 
 def not_as_priced(job: Job, scale: float) -> str:
-    """The options of a run that make its computations differ from those that costs are about; "" if there are none. ``scale``: of an
-    emulation."""
+    """The options of a run that make its computations differ from those priced; "" if there are none. ``scale``: of an emulation."""
     kind = run_kind(job.topology)
     emulated = family(job.topology.name) == EMULATED
     options = {

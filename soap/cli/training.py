@@ -11,18 +11,17 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from soap.cli import compressing, evaluating, journal, step_log, weights
-from soap.cli.batches import ConvertedBatches, DrawnBatches, JoinedBatches, batch_size, user_batches
+from soap.cli import checkpoints as journal
+from soap.cli import compressing, evaluating, step_log, weights
+from soap.cli.batches import Batches, ConvertedBatches, DrawnBatches, JoinedBatches, batch_size, by_rank, user_batches
 from soap.cli.checkpoints import Checkpoints, Saver
 from soap.cli.options import Reading
-from soap.cli.sampled import Batches, by_rank
 from soap.cli.updating import Updating
 from soap.cluster.kinds import run_kind
 from soap.cluster.topology import DeviceKind, Topology
 from soap.emulation.placement import card_counters, run_evenly
 from soap.errors import RuntimeFailure, SoapWarning
-from soap.measure.iteration import WARM_UP_STEPS, StepTimes, measure_steps
-from soap.measure.memory import peak_memory
+from soap.measure.iteration import WARM_UP_STEPS, StepTimes, measure_steps, peak_memory
 from soap.plan.running.forward_order import ExecutionOrder
 from soap.runtime.check import CheckResult, check
 from soap.runtime.comm.world import close_world, open_world
@@ -32,7 +31,7 @@ from soap.runtime.training_options import TrainingOptions
 from soap.runtime.updates.optimizers import Optimizers
 from soap.simulator.analysis.timeline import MeasuredEvent
 from soap.strategy.config import Strategy
-from soap.tracing.model import TracedModel
+from soap.tracing.execute import TracedModel
 from soap.tracing.record import ExportRecord
 
 TRACED_STEPS = 5
@@ -49,7 +48,7 @@ class Job:
     updating; what it leaves open is taken from the checkpoint, if the job goes on from one. ``emulated``: whether ranks are on emulated
     hosts. ``correct_momentum``, ``warm_up``: see ``--correct-momentum`` and ``--warm-up``. ``compressed``: name of a
     strategy -> parameters that it compresses, in order. ``weighed``: whether peak memory is measured.
-    ``record``: what the model's file says of its export. ``journal``: the file for each step's loss (``soap.cli.journal``).
+    ``record``: what the model's file says of its export. ``journal``: the file for each step's loss (``soap.cli.checkpoints``).
     ``evaluated``: that of which the loss is asked for at the end. ``log``: as ``--log``."""
 
     model: str
@@ -153,8 +152,7 @@ def converted(job: Job, batches: Batches) -> Batches:
 def _measure(
     job: Job, model: TracedModel, name: str, batches: Batches, saver: Saver | None
 ) -> tuple[StepTimes, float | None, Mapping[str, Any] | None]:
-    """Run all steps of the job, and for what is saved evaluate it then; with it the state of the loss's scaler. The first few steps are not
-    timed, unless there are no others."""
+    """Run all steps of the job, then evaluate; with it the state of the loss's scaler. The first few steps are not timed."""
     trainer = make_trainer(job, model, name)
     if saver is not None and job.log is not None and trainer.rank == 0:
         trainer.on_step = step_log.logger(job.log, after=job.checkpoints.resumed_at)
@@ -167,7 +165,7 @@ def _measure(
         def after(step: int, loss: float) -> None:
             _show(bar, loss)
             if saver is not None and job.journal is not None and trainer.rank == 0:
-                journal.append(job.journal, step, loss)  # before a checkpoint says that the step is done
+                journal.note_step(job.journal, step, loss)  # before a checkpoint says that the step is done
             if saver is not None:
                 saver.after_step(trainer)
 

@@ -69,8 +69,7 @@ class Times:
 
 
 class Runner(Protocol):
-    """Takes the turns. ``begin``: get a strategy ready. ``turn``: nanoseconds of a step, in one turn of a strategy. ``end``: there will
-    be no more turns of it."""
+    """Takes the turns. ``begin``: get a strategy ready. ``turn``: nanoseconds of a step, in one turn. ``end``: it has no more turns."""
 
     def begin(self, name: str) -> None: ...  # noqa: D102
     def turn(self, name: str) -> int: ...  # noqa: D102

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 from soap import api, outputs
 from soap.cli import emulation, reporting
-from soap.cli.as_read import simulator_of
 from soap.cli.command import Parser, UsageError, note, one_line, run_command
 from soap.cli.inputs import check_inputs
 from soap.cli.options import add_cluster, add_costs, add_json, add_model, not_negative, positive
 from soap.cli.plain_text import aligned, listed, milliseconds
 from soap.cli.plan_summary import crowded, shared_cores
+from soap.cli.preprocessed import simulator_of
 from soap.cli.run import STRATEGY, add_training, on_ranks, prepare
 from soap.cli.run import make_parser as run_parser
 from soap.cli.stopping import Stopping, add_time_limit
@@ -67,11 +67,9 @@ def make_parser() -> Parser:
     parser.add_argument(
         "--batches", metavar="N", type=positive, default=BATCHES, help="the first N batches, in turn, for all runs (default %(default)s)"
     )
-    parser.add_argument(
+    parser.add_repeatable(
         "--group",
         metavar="GLOB",
-        action="append",
-        default=[],
         help="parameters with these names get a number of their own, from runs of their own (repeatable; default: one for all)",
     )
     add_training(parser)
@@ -251,8 +249,7 @@ def _predicted(simulation: Simulation) -> dict[str, Any]:
 
 
 def document(tuning: Tuning, predicted_ns: Mapping[int, int]) -> dict[str, Any]:
-    """Samples, fit and choice as plain JSON values. The keys are part of the command's interface. ``deviation``: relative root mean
-    square of the samples' distances from the curve."""
+    """Samples, fit and choice as plain JSON values. ``deviation``: relative root mean square of distances from the curve."""
     curve = tuning.curve
     samples = [
         {

@@ -21,8 +21,7 @@ def path_beside(output: str, answer: Answer) -> Path:
 
 
 def check(output: str, others: Sequence[str]) -> None:
-    """UsageError if something is where the other plan may go that no search into ``output`` has written. ``others``: further files that
-    are to be written."""
+    """UsageError if what is where the other plan may go is not a search's into ``output``. ``others``: further files to be written."""
     taken = {os.path.realpath(path): path for path in others}
     for answer in (SAFE, FASTEST):
         path = path_beside(output, answer)

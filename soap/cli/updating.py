@@ -53,19 +53,15 @@ def add_updating(parser: Parser) -> None:
         type=not_negative_number,
         help="of all parameters except those of at most one dimension (norms' weights and biases)",
     )
-    parser.add_argument(
+    parser.add_repeatable(
         "--no-decay",
         metavar="GLOB",
-        action="append",
-        default=[],
         help="with --weight-decay: parameters with these names have none either (repeatable)",
     )
-    parser.add_argument(
+    parser.add_repeatable(
         "--schedule",
         metavar="SPEC",
         type=schedule_spec,
-        action="append",
-        default=[],
         help="step torch.optim.lr_scheduler.NAME:key=value,key=value once per update, such as "
         "torch.optim.lr_scheduler.CosineAnnealingLR:T_max=100; one that asks for a metric gets the loss. Several run one after the "
         "other, each but the last with @N behind it, the number of updates from the start after which the next one begins",
@@ -364,8 +360,8 @@ def _told(error: Exception) -> str:
 def require_trainable(args: argparse.Namespace, plan: Plan, tried: Tried) -> None:
     """RuntimeFailure or UsageError in one line if the options do not go with this plan."""
     from soap.plan.syncs.compressed import compressed_names
-    from soap.runtime.updates.clipping import require_clippable
-    from soap.runtime.updates.momentum import require_correctable
+    from soap.runtime.compression.dgc import require_correctable
+    from soap.runtime.updates.loss_scaling import require_clippable
     from soap.runtime.updates.parts import require_possible
 
     require_possible(plan, tried, lazy_sparse=False)

@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from soap import api
-from soap.cli import emulation, room
+from soap.cli import emulation, wanted
 from soap.cli.command import UsageError
 from soap.cli.options import Reading
 from soap.cli.plain_text import aligned, milliseconds
@@ -82,7 +82,7 @@ def verify(
     if list(strategies) == [BASELINE]:
         return outcome
     simulations = {name: simulator.run(strategy) for name, strategy in strategies.items()}
-    tried = room.together(simulator.graph, topology, simulations)
+    tried = wanted.together(simulator.graph, topology, simulations)
     least_s = LEAST_STEPS * sum(simulations[name].makespan_ns for name in tried[:2]) / 1e9 / scale
     if least_s > seconds:
         raise RuntimeFailure(
@@ -150,8 +150,7 @@ def _may_be_kept(outcome: api.SearchOutcome, name: str, strategy: Strategy) -> b
 
 
 def document(runs: Sequence[api.Run], kept: api.Run, seconds: float) -> dict[str, Any]:
-    """Plain JSON values. The keys are part of the command's interface. ``gain``: over data parallelism, of what was compared with it
-    alone; ``needed``: what ``at_least`` must exceed."""
+    """Plain JSON values. ``gain``: over data parallelism, of what was compared with it alone; ``needed``: what ``at_least`` must exceed."""
     return {
         "kept": kept.name,
         "seconds": round(seconds, 1),

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from soap.cluster.topology import Topology
+from soap.errors import RuntimeFailure
+from soap.measure.this_machine import free_memory_bytes
 from soap.model.batch import MicroBatches
 from soap.model.graph import OperatorGraph
 from soap.plan.compression.seam import WORKS, Work, layout_of
@@ -17,8 +19,12 @@ from soap.profiles.keys import TileKey, TileKeys, tile_kind
 from soap.profiles.roofline import RooflineCosts
 from soap.search.lossy import lossy_syncs, peer_counts
 from soap.search.space import grids_of
+from soap.search.starts import BASELINE
+from soap.simulator.memory.peaks import MemoryUse
+from soap.simulator.simulate import Simulation
 from soap.strategy.compression import Compression, said_settings, written_settings
 from soap.strategy.config import OpConfig, Strategy
+from soap.units import format_bytes
 
 SPACE = "search space"
 UPKEEP = "runtime and updates"
@@ -46,8 +52,7 @@ class Compressing:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """One computation. ``group``: the first group that needs it. ``tile``: None if it belongs to no operator. ``estimated_ns``: of all
-    its tiles together, by the roofline."""
+    """One computation. ``group``: the first that needs it. ``tile``: None without an operator. ``estimated_ns``: of all tiles together."""
 
     key: TileKey
     kind: str
@@ -62,9 +67,8 @@ class Wanted:
 def wanted(
     graph: OperatorGraph, topology: Topology, strategies: Mapping[str, Sequence[Strategy]], lossy: Sequence[Compression] = ()
 ) -> list[Wanted]:
-    """Each computation once: what every prediction needs, what ``lossy`` methods of compression take of all devices as peers, or of
-    one of each host, the strategies' groups in their order, other optimizers, then the search space. Among operators the most expensive
-    come first."""
+    """Each computation once: what every prediction needs, what ``lossy`` methods take, the strategies' groups in their order, other
+    optimizers, then the search space; of operators the most expensive first."""
     keys, costs, device = TileKeys(graph), RooflineCosts(topology), topology.devices[0].type
     first_upkeep, other_upkeep = upkeep(graph)
     compressing = [one for peers in peer_counts(topology) for one in compressions(graph, peers, lossy)]
@@ -154,3 +158,51 @@ def _tiles_of_space(graph: OperatorGraph, keys: TileKeys, topology: Topology) ->
             tiles = tiles_of(graph, position, OpConfig(degrees, (0,) * prod(degrees)))
             yield from tiles
             yield from (replace(tile, sparse_lookup=True) for tile in tiles if accesses)
+
+
+def require_for_tiles(graph: OperatorGraph, topology: Topology) -> None:
+    """RuntimeFailure unless every process can hold all tensors of the model, since each runs any of its tiles."""
+    if not topology.has_gpus_alone:
+        _require(topology.device_count * sum(tensor.bytes for tensor in graph.tensors.values()), free_memory_bytes(), "this machine")
+
+
+def together(graph: OperatorGraph, topology: Topology, simulations: Mapping[str, Simulation]) -> list[str]:
+    """The names of the strategies that can be trained in turns: as many of the first as fit, since all keep their parameters.
+    RuntimeFailure if there is not enough memory for the first two, or for the only one."""
+    names = list(simulations)
+    least = min(len(names), 2 if names[0] == BASELINE else 1)
+    while len(names) > least and not _fits(graph, topology, [simulations[name] for name in names]):
+        names.pop()
+    chosen = [simulations[name] for name in names]
+    if not _fits(graph, topology, chosen):
+        needed, there, where = _needed(graph, topology, chosen)
+        _require(needed, there, where)
+    return names
+
+
+def _fits(graph: OperatorGraph, topology: Topology, simulations: Sequence[Simulation]) -> bool:
+    needed, there, _ = _needed(graph, topology, simulations)
+    return needed <= there
+
+
+def _needed(graph: OperatorGraph, topology: Topology, simulations: Sequence[Simulation]) -> tuple[int, int, str]:
+    """Bytes that are needed, bytes that are there, and where: on CPUs those of all ranks, which begin with all parameters; on GPUs
+    those of the fullest GPU. On CPUs the bounds leave room for what kernels take for themselves, which is not predicted."""
+    if not topology.has_gpus_alone:
+        loaded = topology.device_count * sum(tensor.bytes for tensor in graph.parameters)
+        bounds = [_held([(s.memory[device.index], s.memory[device.index].total) for s in simulations]) for device in topology.devices]
+        return loaded + sum(bounds), free_memory_bytes(), "this machine"
+    devices = [_held([(s.memory[device.index], s.peak_bytes[device.index]) for s in simulations]) for device in topology.devices]
+    fullest = max(topology.devices, key=lambda device: devices[device.index] / device.type.memory_bytes)
+    return devices[fullest.index], fullest.type.memory_bytes, fullest.name
+
+
+def _held(uses: Sequence[tuple[MemoryUse, int]]) -> int:
+    """Bytes of one device: what stays of each strategy, and the largest that one needs for a while. ``uses``: each with its most."""
+    stay = [use.parameters + use.gradients + use.optimizer for use, _ in uses]
+    return sum(stay) + max(max(0, most - own) for own, (_, most) in zip(stay, uses, strict=True))
+
+
+def _require(needed: int, there: int, where: str) -> None:
+    if needed > there:
+        raise RuntimeFailure(f"{format_bytes(needed)} of memory are needed, and {where} has {format_bytes(there)}")

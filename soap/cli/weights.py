@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from soap.cli.training import Job
     from soap.model.graph import OperatorGraph
     from soap.runtime.trainer import Trainer
-    from soap.tracing.model import TracedModel
+    from soap.tracing.execute import TracedModel
     from soap.tracing.record import ExportRecord
 
 HELP = (
@@ -31,8 +31,7 @@ def add_weights(parser: Parser) -> None:
 
 
 def load(job: Job) -> TracedModel:
-    """The model on a rank. Weights that are not mapped come when a trainer is there (``fill``), which keeps only parts of them; so do those
-    of a checkpoint to go on from."""
+    """The model on a rank. Weights that are not mapped, or those of a checkpoint, come when a trainer is there (``fill``)."""
     from soap.api.weights import open_weights
     from soap.weights.fitting import give, make_room, with_frozen
 

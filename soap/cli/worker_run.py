@@ -12,7 +12,6 @@ from soap.cli import emulation
 from soap.cli.command import UsageError
 from soap.cli.figures import rate
 from soap.cli.plain_text import listed
-from soap.cli.rank_options import refuse_rank_options
 from soap.cli.updating import Updating
 from soap.cluster.topology import Topology
 from soap.units import format_bytes
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from soap.mixed.run.plan import WavePlan
     from soap.mixed.run.training import Outcome
     from soap.strategy.config import Strategy
-    from soap.tracing.model import TracedModel
+    from soap.tracing.execute import TracedModel
 
 
 def check_folders(args: argparse.Namespace) -> None:
@@ -36,7 +35,7 @@ def check_folders(args: argparse.Namespace) -> None:
 
 
 FURTHER = ("ray", "fsync", "reduce_dense", "reduce_sparse", "save_every")
-"""Options that virtual workers do not have, beside those of ``rank_options``."""
+"""Options that virtual workers do not have, and those of ``RANKS_ALONE``."""
 
 
 def execute(args: argparse.Namespace, topology: Topology, planned: TracedModel, strategy: Strategy, read: Mapping[str, Any]) -> int:
@@ -50,7 +49,7 @@ def execute(args: argparse.Namespace, topology: Topology, planned: TracedModel, 
     from soap.mixed.planned import minibatch_dims
     from soap.mixed.run.plan import wave_plan
     from soap.mixed.run.saved import checkpoint_of
-    from soap.mixed.run.stage_values import Updates
+    from soap.mixed.run.stage_program import Updates
     from soap.mixed.run.training import Job, train
     from soap.runtime.comm.launch import launch
     from soap.runtime.comm.rank_processes import READING
@@ -156,9 +155,27 @@ def samples_per_second(outcome: Outcome, plan: WavePlan) -> float | None:
 
 
 def rate_of(ended_s: Sequence[float], samples: int, in_flight: int) -> float | None:
-    """Samples per second of a worker from the end of its first minibatch on, while its pipeline is full. As many count as are in flight, or
-    a multiple, as they may end in bunches; all if they are too few. ``ended_s``: when its minibatches ended, in order. None if there was
-    one alone."""
+    """Samples per second of a worker from its first minibatch's end on. As many count as are in flight, or a multiple, as they may end in
+    bunches; all if they are too few. ``ended_s``: when its minibatches ended, in order. None if there was one alone."""
     whole = (len(ended_s) - in_flight) // in_flight * in_flight
     counted = ended_s[: whole + 1] if whole > 0 else ended_s
     return None if len(counted) < 2 or counted[-1] <= counted[0] else (len(counted) - 1) * samples / (counted[-1] - counted[0])
+
+
+RANKS_ALONE = (
+    "check", "memory", "timeline", "compare_data_parallel", "compile", "clip_norm", "correct_momentum", "keep", "weight_decay", "no_decay",
+    "weights", "save_weights", "eval_data", "eval_steps", "eval_model", "restarts", "spare_plans", "report", "log",
+)  # fmt: skip
+"""Parsed options that only plans of ranks in step know. Whatever else trains refuses them, rather than to ignore them."""
+
+
+def refuse_rank_options(args: argparse.Namespace, further: Sequence[str], said: str, who: str) -> None:
+    """UsageError for an option in ``RANKS_ALONE`` or ``further`` that was given, as ``said``; and if ``who`` should compute on GPUs."""
+    asked = [name for name in (*RANKS_ALONE, *further) if getattr(args, name, None)]
+    asked += ["accumulate"] if args.accumulate > 1 else ["warm_up"] if args.warm_up != (0, 0) else []
+    if asked:
+        raise UsageError(f"--{asked[0].replace('_', '-')} {said}")
+    if args.autocast == "float16":
+        raise UsageError(f"--autocast float16 with {who}, which scale no loss; expected bfloat16")
+    if args.device == "cuda" or args.backend == "nccl":
+        raise UsageError(f"{who} compute on processors; expected --device cpu")

@@ -1,11 +1,9 @@
-"""How far workers may be apart: synchronous, bounded or asynchronous training.
+"""How far workers may be apart: synchronous, bounded or asynchronous training (docs/internals/servers.md).
 
 A worker's *clock* is the number of waves that it has finished; a *wave* is so many minibatches (1: each by itself). Stale synchronous
 parallel training (Ho et al., NIPS 2013) lets a worker begin only if no worker's clock is more than D behind its own; wave synchronous
-parallel training (Park et al., "HetPipe", ATC 2020) does so for workers that are pipelines with a wave of minibatches in flight. These go
-on as soon as a minibatch is finished at home; its wave counts for others when servers have it (``Clocks.pushed``).
-
-A worker that has left, or has nothing to do, counts as infinitely far ahead. So the slowest one never waits, and nobody waits for ever.
+parallel training (Park et al., "HetPipe", ATC 2020) does so for pipelines with a wave of minibatches in flight. Who has left, or has
+nothing to do, counts as infinitely far ahead.
 """
 
 from __future__ import annotations
@@ -108,8 +106,7 @@ class Clocks:
         own.started += 1
 
     def finished(self, worker: Hashable, *, pushed: bool = True) -> None:
-        """A worker has finished a minibatch. ``pushed``: servers have it, too; else the method ``pushed`` says when they have its wave.
-        ElasticError if it has begun none."""
+        """A worker has finished a minibatch. ``pushed``: servers have it, too. ElasticError if it has begun none."""
         own = self._of(worker)
         if own.finished == own.started:
             raise ElasticError(f"worker {worker!r} finishes a minibatch that it has not begun; call started first")

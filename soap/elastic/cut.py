@@ -16,13 +16,12 @@ from math import prod
 
 import torch
 
-from soap.elastic import arithmetic
 from soap.elastic.faults import ElasticError
-from soap.elastic.lookups import Lookups
+from soap.elastic.lookups import Lookups, means
 from soap.tracing.calls import BufferRef, Call, Program, Ref, argument, is_random, needed, results_of, walk
-from soap.tracing.execute import ExecutableModel
+from soap.tracing.execute import TracedModel
 from soap.tracing.model import TileContext
-from soap.tracing.rules.bags import MEAN, MODES, SUM
+from soap.tracing.rules.embedding import MEAN, MODES, SUM
 
 EMBEDDING, BAG, EQUAL_BAGS = "embedding", "embedding_bag", "equal_bags"
 
@@ -59,7 +58,7 @@ class Cut:
     ElasticError if the model has no sparse layer that can be cut out, or not those that are wanted, or keeps state in buffers.
     """
 
-    def __init__(self, model: ExecutableModel, wanted: Collection[str] | None = None) -> None:
+    def __init__(self, model: TracedModel, wanted: Collection[str] | None = None) -> None:
         program = model.program
         if program.state or program.end_step or program.buffers:
             kept = ", ".join(sorted({*program.state.values(), *program.buffers})) or "step counters"
@@ -122,16 +121,16 @@ class Cut:
         """What the calls that were cut out would have returned, use by use."""
         found = []
         for table, uses in self._uses.items():
-            means = arithmetic.means(sums[table], lookups[table]) if any(use.mode == MEAN for use in uses) else sums[table]
+            averages = means(sums[table], lookups[table]) if any(use.mode == MEAN for use in uses) else sums[table]
             first = 0
             for use in uses:
                 last = first + use.bags
-                found.append((means if use.mode == MEAN else sums[table])[first:last].reshape(use.shape))
+                found.append((averages if use.mode == MEAN else sums[table])[first:last].reshape(use.shape))
                 first = last
         return found
 
 
-def _find_uses(model: ExecutableModel, refused: dict[str, str]) -> dict[str, list[_Use]]:
+def _find_uses(model: TracedModel, refused: dict[str, str]) -> dict[str, list[_Use]]:
     """By table, the calls that look up its rows. What cannot be cut out is noted in ``refused``."""
     program = model.program
     ready = _from_inputs(program)

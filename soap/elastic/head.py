@@ -12,7 +12,7 @@ from typing import Any
 
 from soap.elastic.session import as_told
 from soap.errors import first_line
-from soap.runtime.system.parent import die_with_parent
+from soap.runtime.system.process import die_with_parent
 
 
 def start(folder: Path, interface: str, cpus: int, object_store_bytes: int) -> str:

@@ -22,17 +22,16 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from soap.elastic import notes
+from soap.elastic import leases
 from soap.elastic.clocks import ASYNC, SYNC, Clocks
 from soap.elastic.cut import Cut
 from soap.elastic.faults import ElasticError
 from soap.elastic.layout import Layout, lay_out, lay_out_planned
-from soap.elastic.leases import Dealer, Finished, Lease
+from soap.elastic.leases import Dealer, Finished, Lease, Steps
 from soap.elastic.owners import Owners, whole
 from soap.elastic.plan import TableCut
 from soap.elastic.server_actor import Keeping, Server
 from soap.elastic.session import module
-from soap.elastic.steps import Steps
 from soap.elastic.transport import PeerLost
 from soap.elastic.worker import Batches, Report, Source, Worker
 from soap.errors import SoapError, SoapWarning, first_line
@@ -472,7 +471,7 @@ class Run:
             own.step_losses[self._steps.of(lease.number)] = sum(self._share(number) * own.losses[number] for number in members)
 
     def _note(self) -> None:
-        notes.note(self._folder, self._dealer, self._hosts)
+        leases.note_leases(self._folder, self._dealer, self._hosts)
 
     def _hear(self) -> None:
         """Warn of what servers have warned of since they were last asked, and ask again."""
@@ -493,7 +492,7 @@ def _dealer(folder: str, samples: int, options: Options) -> tuple[Dealer, list[s
     """A new dealer, or the one that is noted, and then the machine that each server was on."""
     most = None if options.steps is None else options.steps_of(samples).members(options.steps).start
     wanted = Dealer(samples, options.batch, options.epochs, options.seed, shuffled=options.shuffled, most=most)
-    return notes.continued(folder, wanted, options.servers)
+    return leases.continued_dealer(folder, wanted, options.servers)
 
 
 def said(cause: BaseException) -> str:

@@ -33,8 +33,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Layout:
-    """``tables``: the partitions of each, in their order. ``dense``: those of the vector; none if there are no dense variables.
-    ``shapes``: of the dense variables, in their order in it."""
+    """``tables``: partitions of each, in order. ``dense``: those of the vector, if any. ``shapes``: of its dense variables, in order."""
 
     servers: int
     tables: Mapping[str, tuple[Place, ...]]

@@ -56,9 +56,8 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, eq=False)
 class Message:
-    """``partition``: its number at the server. ``lease``: whose gradient it is, 0 where there is none. ``version``: pushes that are
-    counted; of a PULL, the least that will do; where updates are those of steps, of a PULL or LOOK_UP these. ``arrays``: of types int32,
-    int64, float32, float64 and uint8."""
+    """``partition``: its number at the server. ``lease``: whose gradient it is, or 0. ``version``: pushes that are counted; of a PULL or
+    LOOK_UP the least pushes, or steps, that will do. ``arrays``: int32, int64, float32, float64 and uint8."""
 
     kind: Kind
     partition: int
@@ -153,3 +152,16 @@ def _specs(view: memoryview, count: int) -> tuple[list[tuple[np.dtype[np.generic
 
 def _wrong(why: str) -> ElasticError:
     return ElasticError(f"a message cannot be read: {why}; is the peer of the same version, and are its files whole?")
+
+
+def checked(answer: Message, expected: Kind) -> Message:
+    """A server's answer, if it is what was expected. ElasticError in one line otherwise, with the server's own words if it has failed."""
+    if answer.kind is Kind.ERROR:
+        raise ElasticError(bytes(answer.arrays[0]).decode("utf-8", "replace"))
+    if answer.kind is Kind.TOO_OLD:
+        raise ElasticError(
+            f"partition {answer.partition} of a server lacks updates of earlier steps (it has {answer.version}); is its folder whole?"
+        )
+    if answer.kind is not expected:
+        raise ElasticError(f"a server has answered {answer.kind.name}; expected {expected.name}: are all processes of one version?")
+    return answer

@@ -15,7 +15,7 @@ from torch import Tensor
 from soap.elastic.faults import ElasticError
 from soap.elastic.layout import Layout, Place
 from soap.elastic.lookups import Lookups
-from soap.elastic.messages import Kind, Message, decode, encode
+from soap.elastic.messages import Kind, Message, checked, decode, encode
 from soap.elastic.partitions import combine, divide, route
 from soap.elastic.transport import Connection, PeerLost, connect
 from soap.runtime.system import clock
@@ -121,7 +121,7 @@ class Owners:
                     place, question = asked[number]
                     answer = self._answer_of(place)
                     if answer is not None:
-                        answers[number] = _checked(answer, ANSWERS[question.kind])
+                        answers[number] = checked(answer, ANSWERS[question.kind])
                 if len(answers) == len(asked):
                     return [answers[number] for number in range(len(asked))]
                 if time.monotonic() > deadline:
@@ -164,15 +164,3 @@ class Owners:
 def whole(places: Sequence[Place], values: Sequence[Tensor]) -> Tensor:
     """A parameter from the values of all its partitions, in their order."""
     return values[0] if len(values) == 1 else torch.cat(list(values), places[0].partition.axis)
-
-
-def _checked(answer: Message, expected: Kind) -> Message:
-    if answer.kind is Kind.ERROR:
-        raise ElasticError(bytes(answer.arrays[0]).decode("utf-8", "replace"))
-    if answer.kind is Kind.TOO_OLD:
-        raise ElasticError(
-            f"partition {answer.partition} of a server lacks updates of earlier steps (it has {answer.version}); is its folder whole?"
-        )
-    if answer.kind is not expected:
-        raise ElasticError(f"a server has answered {answer.kind.name}; expected {expected.name}: are all processes of one version?")
-    return answer

@@ -1,9 +1,5 @@
-"""Parameters cut into cells for servers, and the way of a batch through the cells of one sparse layer.
-
-Weights of a sparse layer have the shape (rows, outputs); an id names a row. Cut along axis 0, a cell owns a range of ids: it gets these
-only, and gives partial sums of all outputs, which are added up. Cut along axis 1, it owns a range of outputs: it gets all ids, and gives
-its own outputs, which are put side by side. Weights stay where they are.
-"""
+"""Parameters cut into cells for servers, and the way of a batch through the cells of one sparse layer of shape (rows, outputs). Cut along
+axis 0, a cell owns a range of ids, along axis 1 one of outputs (docs/internals/servers.md). Weights stay where they are."""
 
 from __future__ import annotations
 
@@ -57,8 +53,7 @@ class Partition:
 
 
 def cut(parameter: str, shape: Sequence[int], parts: int, axis: int = 0) -> tuple[Partition, ...]:
-    """A parameter in so many cells along an axis; the first ones are one longer where it does not divide. ElasticError in one line for
-    more cells than positions."""
+    """A parameter in so many cells along an axis, the first ones perhaps longer by one. ElasticError for more cells than positions."""
     size = shape[axis] if 0 <= axis < len(shape) else 1
     if not 1 <= parts <= max(1, size):
         raise ElasticError(f"{parts} partitions of {parameter!r}, which has {size} along axis {axis}; expected 1 to {max(1, size)}")

@@ -10,8 +10,7 @@ from soap.strategy.consistency import Consistency
 
 @dataclass(frozen=True)
 class TableCut:
-    """A table is cut along ``axis`` (0: rows, 1: columns), each partition at one server; ``servers``: by partition, its position in
-    ``ElasticPlan.servers``."""
+    """A table is cut along ``axis`` (0: rows, 1: columns). ``servers``: by partition, its position in ``ElasticPlan.servers``."""
 
     axis: int
     servers: tuple[int, ...]

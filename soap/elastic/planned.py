@@ -48,8 +48,7 @@ def plan_of(strategy: Strategy, graph: OperatorGraph) -> ElasticPlan:
 
 
 def strategy_of(plan: ElasticPlan, graph: OperatorGraph) -> Strategy:
-    """The strategy that means this plan: ``plan_of`` gives ``in_order(plan)`` back. StrategyError in one line if no strategy can say it, or
-    it is not for this model."""
+    """The strategy that means this plan: ``plan_of`` gives ``in_order(plan)`` back. StrategyError if none can say it for this model."""
     plan = in_order(plan)
     samples = samples_of(graph) or 0
     if plan.batch * len(plan.workers) != samples:

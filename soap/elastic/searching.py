@@ -19,11 +19,10 @@ from math import inf, prod
 from soap.cluster.topology import Device, Topology
 from soap.elastic.faults import ElasticError
 from soap.elastic.plan import ElasticPlan
-from soap.elastic.simulation.bounds import rate_bound
-from soap.elastic.simulation.delays import NO_DELAYS, Delays
 from soap.elastic.simulation.design import bipartite, design_of
-from soap.elastic.simulation.steady import Steady, simulate
+from soap.elastic.simulation.steady import Steady, rate_bound, simulate
 from soap.elastic.simulation.traffic import Needs, Traffic, needs_of_graph
+from soap.elastic.simulation.unroll import NO_DELAYS, Delays
 from soap.elastic.simulation.work import EstimatedWork
 from soap.model.graph import OperatorGraph
 from soap.simulator.costs import CostModel
@@ -37,8 +36,7 @@ FACTORS = (1, 2)
 
 @dataclass(frozen=True)
 class Choice:
-    """``servers``: of each kind of machine, how many; None: fully connected. ``partitions``: of each table, or as many as it has
-    positions. ``axes``: of each table."""
+    """``servers``: by kind of machine; None: fully connected. ``partitions``: of a table, at most its positions. ``axes``: by table."""
 
     servers: tuple[int, ...] | None
     partitions: int
@@ -46,8 +44,7 @@ class Choice:
 
 
 class PlanSpace:
-    """``batch``: of a lease; None: workers share the samples that the graph is for. ElasticError in one line if there is no plan: no table,
-    or one machine alone."""
+    """``batch``: of a lease; None: workers share the graph's samples. ElasticError if there is no plan: no table, or one machine alone."""
 
     def __init__(self, graph: OperatorGraph, topology: Topology, batch: int | None, consistency: Consistency) -> None:
         self._graph, self._topology, self._batch, self._consistency = graph, topology, batch, consistency
@@ -77,8 +74,7 @@ class PlanSpace:
                     yield from self._legal(Choice(servers, partitions, axes))
 
     def alike(self) -> Iterator[Choice]:
-        """Those whose tables are all cut along one axis, as far as they can be, and whose servers are all of a kind before any of the
-        next."""
+        """Those whose tables are cut along one axis, as far as they can be, and whose servers fill one kind before the next."""
         for servers in self._filled():
             for partitions in self._partitions(servers):
                 ways = [tuple(self._axes(table, partitions)[way] for table in self.tables) for way in (0, -1)]
@@ -226,11 +222,10 @@ def find(
     stopped: Callable[[], bool] = never,
     simulated: Callable[[float], None] = lambda rate: None,
 ) -> Found:
-    """The plan with the most samples per second. ``batch``: of a lease; None: workers share the samples that the graph is for.
-    ``optimizer_states``: tensors of a parameter's size that servers keep beside it. ``stopped``: asked before each plan that is
-    simulated but the first; once it returns True, as by Ctrl-C, the best so far is what is found; KeyboardInterrupt if there is none.
-    ``simulated``: told each plan's samples per second. ElasticError in one line if there is no plan: fewer than two machines, no table, or
-    tables that fit on no servers."""
+    """The plan with the most samples per second. ``batch``: of a lease; None: workers share the graph's samples. ``optimizer_states``:
+    tensors of a parameter's size that servers keep beside it. ``stopped``: asked before each plan but the first; once it returns True, the
+    best so far is what is found; KeyboardInterrupt if there is none. ``simulated``: told each plan's rate. ElasticError if there is no
+    plan: fewer than two machines, no table, or tables that fit on no servers."""
     search = Search(graph, topology, costs, batch, consistency, delays, optimizer_states, stopped, simulated)
     interrupted, all_of_them = False, search.count <= most_plans
     try:

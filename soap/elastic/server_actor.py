@@ -14,9 +14,9 @@ from pathlib import Path
 from torch import Tensor
 
 from soap.elastic.layout import Layout
+from soap.elastic.leases import Steps
 from soap.elastic.messages import Buffer, decode, encode
 from soap.elastic.session import module
-from soap.elastic.steps import Steps
 from soap.elastic.store import Store
 from soap.elastic.transport import Listener
 from soap.elastic.worker import Source
@@ -26,8 +26,7 @@ from soap.runtime.updates.optimizers import OptimizerFactory
 
 @dataclass(frozen=True)
 class Keeping:
-    """How servers keep their partitions, see ``Store``. ``folder``: each server has one below it, on its own machine's disk.
-    ``temporary``: that is removed when the server is closed."""
+    """How servers keep partitions, see ``Store``: each below ``folder`` on its own machine. ``temporary``: removed on close."""
 
     folder: str
     optimizer: OptimizerFactory
@@ -67,8 +66,7 @@ class Keeping:
 
 
 class Server:
-    """In an actor. ``host``: the address to listen on; None: that by which Ray knows this machine. ``steps``, ``initial``: see
-    ``Keeping.store``."""
+    """In an actor. ``host``: the address to listen on; None: Ray's of this machine. ``steps``, ``initial``: see ``Keeping.store``."""
 
     def __init__(
         self,

@@ -55,8 +55,7 @@ TOKEN = "token"
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """A cluster that this process belongs to. ``keeper``: the process that keeps our own; None if we joined another. ``before``: where
-    this process had listened before it belonged to the cluster."""
+    """A cluster that this process belongs to. ``keeper``: of our own; None if joined. ``before``: where this process listened before."""
 
     address: str
     interface: str = LOOPBACK
@@ -71,8 +70,7 @@ class Session:
         return [] if self.keeper is None else [self.keeper, *descendants(self.keeper)]
 
     def check_listeners(self) -> None:
-        """ElasticError if a process of our own cluster listens on any other interface, or Ray does in this one. Actors listen as soon as
-        they run."""
+        """ElasticError if a process of our own cluster, or Ray in this one, listens elsewhere. Actors listen as soon as they run."""
         found = {*listeners(self.processes), *listeners([os.getpid()])} - self.before
         wanted = ip_address(self.interface)
         others = {at for at in found if at.address != wanted and not (self.everywhere and at.address.is_unspecified)}
@@ -189,8 +187,7 @@ def _untold() -> None:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Within the context Ray's native part is not heard on standard error, where ``QUIET`` holds: it says there that it will be quiet. What
-    other threads write there passes."""
+    """Within the context Ray's native part is not heard on standard error, where ``QUIET`` holds. Other threads are."""
     if os.environ.get(LEVEL) != QUIET:
         yield
         return
@@ -347,8 +344,7 @@ def _end(keeper: subprocess.Popen[str], folder: Path) -> None:
 
 
 def _remove_leftovers() -> None:
-    """Remove folders of this user whose keepers were killed, and end what still writes there: two of Ray's agents do not notice that they
-    are alone."""
+    """Remove this user's folders whose keepers were killed, and end what still writes there: two of Ray's agents go on alone."""
     for root in {tempfile.gettempdir(), "/tmp"}:
         for lock in Path(root).glob(f"{PREFIX}*/{LOCK}"):
             with suppress(OSError):

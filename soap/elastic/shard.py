@@ -11,11 +11,9 @@ import torch
 from torch import Tensor
 
 from soap.elastic.faults import ElasticError
-from soap.elastic.ledger import Ledger
+from soap.elastic.leases import Ledger, Steps
 from soap.elastic.partitions import Partition
-from soap.elastic.steps import Steps
-from soap.runtime.sync.row_gradient import RowGradient, add_up
-from soap.runtime.sync.row_update import Updater
+from soap.runtime.sync.row_update import RowGradient, Updater, add_up
 from soap.runtime.updates.optimizers import OptimizerFactory, Recipe
 from soap.runtime.updates.trial import try_optimizer
 
@@ -150,8 +148,7 @@ def _sum(gradients: Sequence[Gradient]) -> Gradient:
 
 
 def check_optimizer(make: OptimizerFactory, shape: tuple[int, ...]) -> None:
-    """ElasticError in one line unless the update of an element depends on the element's own gradients alone, so that a parameter's cells
-    may be updated each by itself."""
+    """ElasticError in one line unless the update is elementwise, so that a parameter's cells may be updated each by itself."""
     tried = try_optimizer(Recipe(make).layout({"cell": shape}), {"cell": shape})
     if tried.whole:
         raise ElasticError(

@@ -1,9 +1,5 @@
-"""Snapshots of partitions: what they are at some version, in a file, so that a log need not be read back from its beginning.
-
-A file is `header | encoded message | checksum`. It is written beside its place and then renamed (``soap.files``): a kill leaves no half of
-one. Two are kept, and the log from the older one on, so that a damaged newest one loses nothing. Snapshots are written by a thread while
-training goes on; a partition waits only while it is copied in memory.
-"""
+"""Snapshots of partitions: what they are at some version, in a file, so that a log need not be read back from its beginning. A file is
+`header | encoded message | checksum`. Two are kept, and the log from the older one on, so that a damaged newest one loses nothing."""
 
 from __future__ import annotations
 
@@ -24,12 +20,12 @@ import torch
 from torch import Tensor
 
 from soap.elastic.faults import ElasticError
-from soap.elastic.ledger import Ledger
+from soap.elastic.leases import Ledger
 from soap.elastic.messages import Array, Kind, Message, decode, encode, size_bytes
 from soap.elastic.shard import Gradient, ShardState
 from soap.errors import SoapWarning, first_line
 from soap.files import synchronize_folder, write_parts_atomically
-from soap.runtime.sync.row_gradient import RowGradient
+from soap.runtime.sync.row_update import RowGradient
 
 KEPT = 2
 PIECE_BYTES = 2**20

@@ -1,9 +1,5 @@
-"""A server's partitions, in memory and in a folder, so that nothing that was acknowledged is lost when the server is killed.
-
-A push is written to its partition's log, then applied, then acknowledged. A server that starts again reads the latest snapshot of each
-partition and applies the log behind it, by the same code that applied it first: the state is the same bit by bit. A lease counts once for
-each partition, so a push that was applied but not acknowledged may be pushed again, and so may a batch that was dealt twice.
-"""
+"""A server's partitions, in memory and in a folder, so that nothing that was acknowledged is lost when the server is killed: a push is
+written to its partition's log, then applied, then acknowledged (docs/internals/servers.md)."""
 
 from __future__ import annotations
 
@@ -20,18 +16,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from soap.elastic import arithmetic, snapshots, write_ahead
+from soap.elastic import snapshots, write_ahead
 from soap.elastic.faults import ElasticError
-from soap.elastic.lookups import Lookups
+from soap.elastic.leases import Steps
+from soap.elastic.lookups import Lookups, gradient_of_rows, sums_of_rows
 from soap.elastic.messages import Kind, Message
 from soap.elastic.partitions import Partition
 from soap.elastic.shard import Gradient, Shard, ShardState, TooOld, check_optimizer
 from soap.elastic.snapshots import Snapshotter
-from soap.elastic.steps import Steps
 from soap.elastic.write_ahead import WriteAheadLog, may_have_crashed, note_boot
 from soap.errors import SoapError, first_line
 from soap.files import read_text, reason, write_text_atomically
-from soap.runtime.sync.row_gradient import RowGradient
+from soap.runtime.sync.row_update import RowGradient
 from soap.runtime.updates.optimizers import OptimizerFactory, recorded_name
 
 MANIFEST, LOCK = "store.json", "store.lock"
@@ -39,8 +35,7 @@ FORMAT = 1
 
 
 def locked(folder: Path) -> int:
-    """The folder, made if need be, locked for this process: a file that the system closes with the process, however it ends. ElasticError
-    in one line if another server has it."""
+    """The folder, made if need be, locked for this process, however it ends. ElasticError in one line if another server has it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -127,7 +122,7 @@ class DurableShard:
         if message.kind is Kind.PUSH_OUTPUTS and len(tensors) in (3, 4):
             lookups = Lookups.of(tensors[1:])
             self.check_lookups(lookups)
-            return self.shard.checked(arithmetic.backward(lookups, tensors[0]))
+            return self.shard.checked(gradient_of_rows(lookups, tensors[0]))
         if message.kind is Kind.PUSH_ROWS and len(tensors) == 2:
             return self.shard.checked(RowGradient(*tensors))
         if message.kind is Kind.PUSH and len(tensors) == 1:
@@ -135,8 +130,7 @@ class DurableShard:
         raise ElasticError(f"a message {message.kind.name} of {len(tensors)} arrays; expected a gradient")
 
     def count(self, message: Message, make_room: Callable[[], None]) -> int:
-        """Write a push to the log, then apply it, unless its lease has counted. Returns the version. ``make_room``: called if the disk is
-        full, before it is tried once more."""
+        """Log a push, then apply it, unless its lease has counted. Returns the version. ``make_room``: called once if the disk is full."""
         if message.lease < 0:
             raise ElasticError(f"lease {message.lease}; expected a number from 0 on")
         gradient = self.gradient(message)
@@ -215,12 +209,11 @@ class DurableShard:
         write_ahead.forget(self.folder, snapshots.keep_latest(self.folder))
 
     def look_up(self, lookups: Lookups, step: int = 0) -> tuple[int, Tensor]:
-        """(version, sums): what ``arithmetic.forward`` gives of the cell's rows, with the updates of the steps before ``step``, if they are
-        those of steps."""
+        """(version, sums): what ``sums_of_rows`` gives of the cell's rows, with the updates of the steps before ``step``."""
         self.check_lookups(lookups)
         with self.shard.lock:
             self._bring_to(step)
-            return self.shard.version, arithmetic.forward(self.shard.values, lookups)
+            return self.shard.version, sums_of_rows(self.shard.values, lookups)
 
     def pull(self, least: int = 0) -> tuple[int, Tensor]:
         """(version, a copy of the values), with the updates of the first ``least`` pushes, or steps, at least. ``TooOld`` without."""

@@ -32,8 +32,7 @@ Values = TypeVar("Values", bound=Addable)
 
 @dataclass(frozen=True)
 class Push(Generic[Values]):
-    """What a worker pushes once for each wave. ``minibatches``: how many it has; fewer than others if it is the last one. ``update``: the
-    sum of theirs, in their order."""
+    """A worker's push of one wave. ``minibatches``: how many it has, fewer if it is the last one. ``update``: their sum, in their order."""
 
     wave: int
     minibatches: int
@@ -67,8 +66,7 @@ class WorkerWeights(Generic[Values]):
         return self._finished
 
     def values(self) -> Values:
-        """What a minibatch begins with, and computes both its passes with, wherever it is: the values last pulled, and its own finished
-        updates that are not in them."""
+        """What a minibatch begins with and computes both its passes with: the values last pulled, and own finished updates not in them."""
         return self._whole if self._incomplete is None else self._whole + self._incomplete
 
     def finished(self, update: Values, whole: Values | None = None) -> Push[Values] | None:
@@ -116,8 +114,7 @@ class GlobalWeights(Generic[Values]):
             self.joined(worker)
 
     def joined(self, worker: int) -> None:
-        """A new worker begins with the values as they are; its first wave is the next one that is to be added. ElasticError if there is or
-        was one of this number."""
+        """A new worker begins with the values as they are; its first wave is the next one to be added. ElasticError for a known number."""
         if worker in self._next:
             raise ElasticError(f"worker {worker} joins for the second time; expected another number than {sorted(self._next)}")
         self._active.add(worker)

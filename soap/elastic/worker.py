@@ -19,7 +19,7 @@ from soap.elastic.cut import Cut
 from soap.elastic.faults import ElasticError
 from soap.elastic.layout import Layout
 from soap.elastic.owners import Address, Owners
-from soap.tracing.execute import ExecutableModel
+from soap.tracing.execute import TracedModel
 from soap.tracing.load import load_model
 
 
@@ -67,15 +67,14 @@ class OfDataset:
 
 @dataclass(frozen=True)
 class Source:
-    """The model as every process of a run loads it: a file or a zoo model; ``seed``: of what it draws (dropout). ``reading``: further
-    arguments of ``load_model``."""
+    """The model as every process of a run loads it. ``seed``: of what it draws (dropout). ``reading``: more arguments of ``load_model``."""
 
     spec: str
     dtype: str | None = None
     seed: int = 0
     reading: Mapping[str, Any] = field(default_factory=dict)
 
-    def load(self, *, plan_only: bool = False) -> ExecutableModel:
+    def load(self, *, plan_only: bool = False) -> TracedModel:
         """The model with all its values; ``plan_only``: with none."""
         torch.manual_seed(self.seed)
         return load_model(self.spec, dtype=self.dtype, plan_only=plan_only, **self.reading)

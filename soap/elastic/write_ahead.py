@@ -1,12 +1,8 @@
 """A partition's log: each push is written before it is acknowledged, and read back where a server was killed.
 
 A log is a few files, *segments*, in a folder: ``log-N`` begins behind the N-th push. A record is `header | encoded message`; the header
-holds the message's length, its push's version and lease, and checksums of both. A process that is killed leaves at most the beginning of
-one record at the end of the last segment: that one was never acknowledged, and is dropped. What is damaged elsewhere is an error.
-
-A machine that crashes may also leave a last record of full length of which some pages were never written. It looks like one that was
-damaged later. So a store's folder says since which start of the machine its logs are written: if that is still the same, nothing but a
-beginning can be the work of a kill, and the rest is an error; else such a record is dropped, with a warning.
+holds the message's length, its push's version and lease, and checksums of both. docs/internals/servers.md says which damage a kill, a
+crash of the machine or a disk leaves, and what becomes of it.
 """
 
 from __future__ import annotations
@@ -139,9 +135,8 @@ def may_have_crashed(folder: Path) -> bool:
 
 
 def read_back(folder: Path, version: int, *, crashed: bool = True) -> Iterator[Message]:
-    """The pushes behind a version, in their order. The beginning of a record at the end of the last segment is cut off, and one of full
-    length that does not match its checksum, if the machine may have ``crashed``. ElasticError in one line if something else is damaged or
-    missing."""
+    """The pushes behind a version, in order. The beginning of a record at the very end is cut off, and one of full length with a wrong
+    checksum if the machine may have ``crashed``. ElasticError for other damage."""
     found = segments(folder)
     needed = found[max((number for number, one in enumerate(found) if one.version <= version), default=0) :]
     if needed and needed[0].version > version:

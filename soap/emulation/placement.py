@@ -28,8 +28,7 @@ from soap.emulation.support import require_support
 from soap.errors import RuntimeFailure
 from soap.runtime.system import clock
 from soap.runtime.system.clock import Clock
-from soap.runtime.system.gloo_threads import GLOO_WORKERS, THREADS, be_prompt, thread_name
-from soap.runtime.system.parent import die_with_parent
+from soap.runtime.system.process import GLOO_WORKERS, THREADS, be_prompt, die_with_parent, thread_name
 
 LEAST_SLEEP_NS = 50_000
 """Shorter sleeps are not made at once, but together with later ones."""

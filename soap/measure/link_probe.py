@@ -24,8 +24,7 @@ from soap.cluster.presets import local_topology
 from soap.errors import ProfileError
 from soap.measure.link_probes import COLD_PENALTIES, IN_STEPS, LinkTiming, Probe, decode_timing, encode_timing, quick_probes
 from soap.runtime.comm.launched import inherited, loopback
-from soap.runtime.system.gloo_threads import calm_gloo
-from soap.runtime.system.malloc import keep_freed_memory
+from soap.runtime.system.process import calm_gloo, keep_freed_memory
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -88,8 +87,7 @@ def measure_link(
 
 
 def _environment(environment: Mapping[str, str], threads: int) -> dict[str, str]:
-    """So many threads per process, and the loopback interface unless the user chose one: a host name need not resolve. Nothing that a
-    launcher has given this process, or has left behind."""
+    """So many threads per process, and loopback unless the user chose another interface; nothing of a launcher's environment."""
     kept = {name: value for name, value in environment.items() if inherited(name)}
     return {**loopback(), **kept, "OMP_NUM_THREADS": str(threads)}
 
@@ -150,8 +148,7 @@ def _rates(rank: int) -> dict[str, Any]:
 
 
 def _timings(count: int) -> list[LinkTiming]:
-    """Of all processes, through what training uses. What does not run within steps is measured again at the end, as the machine may have
-    been busy just then; the faster time is kept."""
+    """Of all processes, through what training uses. What does not run within steps is measured twice; the faster time is kept."""
     from soap.measure.link_timing import measure_links
 
     probes = quick_probes(local_topology(count))

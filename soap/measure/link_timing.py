@@ -54,8 +54,7 @@ from soap.tracing.model import TileContext
 
 
 class _Block(NamedTuple):
-    """Operands of one part of a tile's work. Several kinds of calls are mixed: with a single kind the processor would still have the
-    code at hand after a wait."""
+    """Operands of one part of a tile's work, of mixed kinds of calls: of a single kind the code would be at hand after a wait."""
 
     weights: list[torch.Tensor]
     image: torch.Tensor
@@ -95,8 +94,7 @@ def _compute(blocks: Sequence[_Block]) -> None:
 
 
 class StepChain(TileChain):
-    """Operators that read what the one before made, and the one before that, as residual connections and norms do. So a segment begins
-    from several values, of which one comes from another device."""
+    """Operators that read what the two before made, as residual connections do: a segment begins from several values."""
 
     def __init__(self, count: int) -> None:
         super().__init__(count)
@@ -112,8 +110,7 @@ class StepChain(TileChain):
 
 
 class WorkingChain(StepChain):
-    """``parts``: how many tiles an operator may be split into, whose outputs are summed. The last operator is whole. ``blocks``: amount
-    of work of each tile, none for a tile that only hands on."""
+    """``parts``: tiles of an operator at most, whose outputs are summed; the last one is whole. ``blocks``: amount of work of each tile."""
 
     def __init__(self, count: int, parts: int, blocks: int = 0) -> None:
         super().__init__(count)
@@ -219,8 +216,7 @@ Busy = Callable[[], float]
 
 
 class _PerTile(NamedTuple):
-    """Seconds: of a tile of a chain on one device; how much longer it takes across devices in each step; and how long that keeps a
-    device busy, at one of a message's two ends."""
+    """Seconds: of a tile on one device; how much longer it takes across devices in a step; how long that keeps a device busy."""
 
     alone: float
     longer: list[float]
@@ -228,10 +224,9 @@ class _PerTile(NamedTuple):
 
 
 def measure_in_steps(comm: Communicator, probe: Probe, busy: Busy, known: Sequence[LinkTiming] = (), turns: int = TURNS) -> LinkTiming:
-    """The time of such a probe, on every rank; all ranks take part. ``turns``: how often, at least twice. ``seconds``: how much longer one
-    operation makes a step. ``cpu_seconds``: how long it keeps a device busy, at one of a message's two ends. Of a cold penalty: how much
-    longer tiles that compute make a step, beyond the sum itself (taken from ``known`` if it is there), and how long such a tile takes on
-    one device."""
+    """The time of such a probe, on every rank; all ranks take part. ``turns``: at least two. ``seconds``: how much longer one operation
+    makes a step. ``cpu_seconds``: how long it keeps a device busy. Of a cold penalty: how much longer tiles that compute make a step,
+    beyond the sum itself (taken from ``known`` if it is there), and how long one takes on one device."""
     if probe.operation not in COLD_PENALTIES:
         plain = [_turn(comm, probe, busy, 0) for _ in range(turns)]
         return _timing(probe, [one for turn in plain for one in turn.longer], median(turn.busier for turn in plain))
@@ -311,10 +306,9 @@ def measure_links(
     turns: int = TURNS,
 ) -> list[LinkTiming]:
     """The times of all probes, on every rank; an entry for ``launch``. A probe is repeated for about so long; its first round warms up.
-    Ranks that are not among a probe's devices wait at a barrier meanwhile. ``probes``: rank 0's list counts; other ranks may know of
-    other measurements. ``on_probe`` is called on rank 0 with each probe that is done. ``when_open``: called on every rank as soon as
-    all groups have their threads. ``enough``: called on rank 0 before each probe; True leaves the rest. ``turns``: of probes within
-    steps (``measure_in_steps``)."""
+    Others wait at a barrier. ``probes``: rank 0's list counts. ``on_probe``: called on rank 0 with each probe that is done. ``when_open``:
+    called on every rank as soon as all groups have their threads. ``enough``: called on rank 0 before each probe; True leaves the rest.
+    ``turns``: of probes within steps."""
     world = open_world(device_count, kind, backend)
     comm = Communicator(world.device, (), world.timeout)
     try:
@@ -385,8 +379,7 @@ def _timed(comm: Communicator, once: Callable[[], None], before: Callable[[], No
 
 
 def _busy_seconds() -> float:
-    """Seconds that this process has computed so far, including the backend's threads; of a device of an emulated cluster without these,
-    which work beside it."""
+    """Seconds that this process has computed so far, with the backend's threads, except on a device of an emulated cluster."""
     paced = clock.busy_ns()
     return time.process_time() if paced is None else paced / 1e9
 

@@ -34,8 +34,7 @@ Key = Mapping[str, str | int]
 
 
 class Measurement(NamedTuple):
-    """A device and its links, and what messages and sums take in training; None if it was not measured. ``failed_at``: when measuring one
-    of these failed last, in seconds since 1970; None: never."""
+    """A device, its links, messages and sums in training; None if not measured. ``failed_at``: when that failed, in seconds since 1970."""
 
     device: DeviceType
     link: LinkRates | None = None

@@ -109,7 +109,7 @@ def main() -> None:
 
     from soap.measure.tile_timing import TileTimer
     from soap.plan.tiling import tiles_of
-    from soap.runtime.system.malloc import keep_freed_memory
+    from soap.runtime.system.process import keep_freed_memory
     from soap.strategy.config import OpConfig
     from soap.tracing.load import load_model
 

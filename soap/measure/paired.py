@@ -15,8 +15,7 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """How many times as fast one strategy is as another one. ``at_least``: with ``CONFIDENCE``; 0 if there were too few rounds to tell
-    (fewer than five, even all alike, may be chance)."""
+    """How many times as fast one strategy is as another. ``at_least``: with ``CONFIDENCE``; 0 if fewer than five rounds tell nothing."""
 
     ratio: float
     at_least: float
@@ -24,8 +23,7 @@ class Gain:
 
 
 def gain(usual_ns: Sequence[int], other_ns: Sequence[int]) -> Gain:
-    """The other strategy's gain over the usual one, from times of the same rounds. ValueError unless there are equally many of both, at
-    least 1."""
+    """The other strategy's gain over the usual one, from times of the same rounds. ValueError unless both have equally many."""
     ratios = sorted(usual / max(1, other) for usual, other in zip(usual_ns, other_ns, strict=True))
     if not ratios:
         raise ValueError("no times; expected those of one round at least")

@@ -35,8 +35,8 @@ from soap.errors import ProfileError, SoapError, SoapWarning
 from soap.files import cache_folder, read_text, write_text_atomically
 from soap.measure import machine_cache
 from soap.measure.compute_rates import Rates, cpu_rates, cuda_rates, gpu_copy_seconds
-from soap.measure.link_figures import with_measured_links
 from soap.measure.link_probe import LinkRates, Probed, measure_link
+from soap.measure.link_probes import with_measured_links
 from soap.measure.machine_cache import Key, Measurement
 from soap.units import format_bytes
 
@@ -83,8 +83,7 @@ def others_cores(before: Count | None, after: Count | None) -> float | None:
 
 @contextmanager
 def noticing_others(what: str, advice: str, counting: Callable[[], Count | None] = count) -> Iterator[None]:
-    """Warn at the end, in one line, if others kept much of this machine busy meanwhile. ``what``: such as ``links were``.
-    ``advice``: how to do it again."""
+    """Warn at the end, in one line, if others kept much of this machine busy. ``what``: such as ``links were``. ``advice``: what to do."""
     before = counting()
     yield
     after = counting()
@@ -100,8 +99,7 @@ GPU_NODES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 
 @dataclass(frozen=True, slots=True)
 class Gpus:
-    """``kinds``: of each GPU its name and its memory in bytes. ``islands``: numbers of GPUs, ascending, in groups within which each
-    reaches every other's memory."""
+    """``kinds``: name and memory in bytes of each GPU. ``islands``: groups of GPUs, ascending, within which all memory is reached."""
 
     kinds: tuple[tuple[str, int], ...]
     islands: tuple[tuple[int, ...], ...]
@@ -178,8 +176,7 @@ MEMINFO = Path("/proc/meminfo")
 
 
 def measured_topology(preset: Topology, cache: bool = True) -> Topology:
-    """A preset made from this machine (``presets.family``), with the rates that this machine reaches. Emulated hosts have processes on
-    its cores."""
+    """A preset made from this machine (``presets.family``), with its rates. Emulated hosts have processes on its cores."""
     if family(preset.name) != EMULATED:
         return measured_local_topology(preset.device_count, cache)
     return emulated_topology(
@@ -314,8 +311,7 @@ def cpu_model() -> str:
 
 
 def memory_bytes() -> int:
-    """Main memory of this machine, or of the container that this process runs in. In whole GiB if it is at least one: the exact figure
-    changes with every kernel, and the topology's hash must not."""
+    """Main memory of this machine or container, in whole GiB if it is at least one: the exact figure changes with every kernel."""
     limits = []
     try:
         limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
@@ -379,8 +375,7 @@ def _measure_cpu_links(count: int, in_steps: bool) -> Probed:
 
 
 def _shared(link: LinkRates, count: int) -> LinkRates:
-    """Bandwidth shared by so many processes. The cores copy what processes send each other: two processes kept two cores busy, and more
-    share the cores there are."""
+    """Bandwidth shared by so many processes. The cores copy what processes send each other: two processes keep two cores busy."""
     share = min(1.0, max(2, cpu_cores()) / count)
     return LinkRates(link.bandwidth_bytes_per_second * share, link.latency_seconds / share)
 

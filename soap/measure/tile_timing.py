@@ -27,7 +27,8 @@ from soap.model.graph import TensorKind
 from soap.model.regions import Box, relative, volume, whole
 from soap.plan.row_counts import parameters_held
 from soap.plan.tiling import Tile, whole_tile
-from soap.tracing.model import TileContext, TracedModel
+from soap.tracing.execute import TracedModel
+from soap.tracing.model import TileContext
 
 Operands = tuple[list[torch.Tensor], list[torch.Tensor]]
 """Inputs and parameters of a tile."""
@@ -65,8 +66,7 @@ class TileOperands:
         return {place: self._region(name, box).contiguous() for place, name, box in own}
 
     def copy(self, tile: Tile, tables: Mapping[int, torch.Tensor]) -> Operands:
-        """Operands in memory of their own, without ``tables``. The model's inputs and constants are read where they are, as by all
-        tiles of a step."""
+        """Operands in memory of their own, without ``tables``. The model's inputs and constants are read where they are."""
         op, active = self.graph.operators[tile.operator], self.is_active(tile)
         inputs, parameters = [], []
         for operand, box in zip(op.inputs, tile.inputs, strict=True):
@@ -88,8 +88,7 @@ class TileOperands:
         return value[relative(box, whole(value.shape))]
 
     def _unread(self, tile: Tile) -> frozenset[str]:
-        """Whether batch norm's statistics can be left out: nobody reads them if the operators behind are cut alike. For part of the
-        channels that is not known, so they are made."""
+        """Whether batch norm's statistics can be left out, as nobody reads them if the operators behind are cut alike."""
         op, tiles = self.graph.operators[tile.operator], [tile]
         shapes = (self.graph.tensors[operand.tensor].shape for operand in op.inputs)
         if all(box == whole(shape) for box, shape in zip(tile.inputs, shapes, strict=True)):
@@ -136,8 +135,7 @@ TURN_SECONDS = 0.1
 
 @dataclass(frozen=True, slots=True)
 class TileTimes:
-    """Times of one tile's passes. ``backward`` is None if it has no backward pass. ``launch_ns``: on a GPU, the processor's time to
-    launch each of them."""
+    """Times of one tile's passes. ``backward``: None if it has none. ``launch_ns``: on a GPU, the processor's time to launch each."""
 
     forward: Sample
     backward: Sample | None
@@ -165,8 +163,7 @@ class TileTimer:
         self._clocks = [clock_for(device, threads, share) for _ in range(2)]  # forward, backward: launching takes a different time for each
 
     def groups(self, tiles: Sequence[Tile]) -> list[list[Tile]]:
-        """The tiles in their order, in groups of those that take turns and together need no more memory than the model; on a GPU each
-        alone."""
+        """The tiles in their order, in groups that take turns and together need no more memory than the model; on a GPU each alone."""
         found: list[list[Tile]] = []
         room = 0
         for tile in tiles:
@@ -248,8 +245,7 @@ class TileTimer:
         return max(1, min(MOST_COPIES, self.operands.bytes // own, int(RUN_SECONDS / max(seconds, 1e-9))))
 
     def _run(self, tile: Tile, copies: Sequence[Operands]) -> list[float]:
-        """Times of all forward passes together, and of all backward passes together if there are any; on a GPU each with the time of
-        launching them."""
+        """Times of all forward passes together, and of all backward passes if there are any; on a GPU with the times of launching them."""
         context, active = self.operands.context(tile), self.operands.is_active(tile)
         made: list[torch.Tensor] = []
         gradients: list[torch.Tensor] = []

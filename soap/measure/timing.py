@@ -50,8 +50,7 @@ class Clock(Protocol):
 
 @dataclass(slots=True)
 class CpuClock:
-    """``share``: the part of the time that each process gets; less than 1 if there are more processes than cores. The time for reading
-    the clock is taken off."""
+    """``share``: each process's part of the time, below 1 with more processes than cores. The time for reading the clock is taken off."""
 
     threads: int = 1
     share: float = 1.0
@@ -138,8 +137,7 @@ def sample(times_ns: Sequence[float], parts: int = 1) -> Sample:
 
 
 def is_settled(times_ns: Sequence[float]) -> bool:
-    """Whether the median's 95% confidence interval is within ``PRECISION``: 1.57 interquartile ranges over the root of the number of times
-    (McGill, Tukey & Larsen, "Variations of Box Plots", 1978)."""
+    """Whether the median's 95% interval is within ``PRECISION``: 1.57 interquartile ranges / sqrt(times) (McGill, Tukey, Larsen 1978)."""
     if len(times_ns) < LEAST_REPETITIONS:
         return False
     found = sample(times_ns)

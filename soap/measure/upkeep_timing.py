@@ -1,5 +1,5 @@
-"""How long a step's work besides the tiles' own takes: the optimizer's update of a tensor, a copy on the device, and the runtime's work
-around each tile."""
+"""How long a step's work besides the tiles' own takes: the optimizer's update of a tensor, a copy on the device, compressing a gradient,
+and the runtime's work around each tile."""
 
 from __future__ import annotations
 
@@ -13,11 +13,16 @@ from torch.utils.benchmark import Timer
 from soap.cluster.presets import local_topology
 from soap.measure.timing import Clock, CpuClock, Sample, clock_for, repeat, sample
 from soap.model.graph import DimMap, Factor, FactorKind, Operand, Operator, OperatorGraph, Tensor, TensorKind
+from soap.plan.compression.seam import Work
 from soap.plan.tiling import Tile
+from soap.runtime.compression.peer import exchanged
+from soap.runtime.compression.seam import compressor_of
 from soap.runtime.trainer import Trainer
 from soap.runtime.updates.optimizers import OPTIMIZERS, adam
+from soap.strategy.compression import Compression
 from soap.strategy.config import OpConfig, Strategy
-from soap.tracing.model import PlainModel, TileContext, TracedModel
+from soap.tracing.execute import PlainModel, TracedModel
+from soap.tracing.model import TileContext
 
 TOGETHER_BYTES = {"cpu": 8 * 2**20, "cuda": 256 * 2**20}
 MOST_TENSORS = {"cpu": 16, "cuda": 128}
@@ -61,8 +66,7 @@ def time_copy(size_bytes: int, device: torch.device, threads: int = 1, share: fl
 
 
 def time_runtime(device: torch.device, threads: int = 1, share: float = 1.0) -> Sample:
-    """Time of a tile in a step besides its calls, forward and backward together: steps of two chains of tiles that compute nothing. It
-    is the processor's work, also for a GPU's tile."""
+    """The processor's time of a tile in a step besides its calls, both passes together: steps of two chains of empty tiles."""
     clock = clock_for(device, threads, share) if device.type == "cpu" else CpuClock(threads)
     few, many = (_steps(clock, device, count) for count in CHAINS)
     tiles = CHAINS[1] - CHAINS[0]
@@ -70,8 +74,7 @@ def time_runtime(device: torch.device, threads: int = 1, share: float = 1.0) -> 
 
 
 def timed(action: Callable[[], Any], device: torch.device, threads: int, share: float, parts: int) -> Sample:
-    """Time of an action of so many equal parts, a part each: blocks of calls, long enough beside the clock's resolution; torch's benchmark
-    finds the number of calls."""
+    """Time of an action of so many equal parts, a part each, in blocks of calls that are long beside the clock's resolution."""
 
     clock = clock_for(device, threads, share, ahead=False)
     action()
@@ -130,3 +133,49 @@ class TileChain(PlainModel):
     def resized(self, shapes: Sequence[Sequence[int]]) -> TracedModel:
         """The same model: sizes do not matter here."""
         return self
+
+
+SPREAD = 1e-2
+"""Standard deviation of the elements of the gradients that are compressed, which are normal."""
+
+
+def matrix_of(elements: int) -> tuple[int, int]:
+    """Sides of the matrix that stands for parameters of so many elements, a power of two."""
+    power = elements.bit_length() - 1
+    return 2 ** (power // 2), 2 ** (power - power // 2)
+
+
+def time_compression(
+    how: Compression, work: Work, elements: int, peers: int, device: torch.device, threads: int = 1, share: float = 1.0
+) -> Sample:
+    """Time of one work on a gradient of so many elements, a power of two, with so many peers; on processors with cold caches."""
+    step = _step(how, work, matrix_of(elements), peers, device)
+    step()
+    if device.type == "cuda":
+        return timed(step, device, threads, share, 1)
+    clock, others = clock_for(device, threads, share), torch.zeros(EVICTED_BYTES // 4)
+    return sample(repeat(lambda: clock.times_ns([lambda: others.add_(1.0), step])[1:], SECONDS)[0], 1)
+
+
+def _step(how: Compression, work: Work, shape: tuple[int, int], peers: int, device: torch.device) -> Callable[[], object]:
+    """What is timed, on the first peer. The others' messages are made once, one after the other."""
+    ranks = [compressor_of(how, shape, torch.float32, place, peers) for place in range(peers)]
+    states = [own.fresh(device) for own in ranks]
+    gradients = [SPREAD * torch.randn(shape, device=device) for _ in range(min(peers, 2))]
+    if work == "select":
+        return lambda: ranks[0].compress(states[0], gradients[0])
+    messages = [own.compress(states[place], gradients[place % len(gradients)]) for place, own in enumerate(ranks)]
+    first, *others = ranks[0].layout.exchanges
+    received = exchanged(first.kind, messages)
+    if work == "combine":
+        return lambda: ranks[0].answer(states[0], received[0])
+    for exchange in others:
+        messages = [own.answer(state, got) for own, state, got in zip(ranks, states, received, strict=True)]
+        received = exchanged(exchange.kind, messages)
+    handed_on = dict(states[0].step)
+
+    def restore() -> torch.Tensor:
+        states[0].step = dict(handed_on)
+        return ranks[0].total(states[0], received[0])
+
+    return restore

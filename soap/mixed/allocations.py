@@ -22,8 +22,7 @@ MOST_ALLOCATIONS = 20_000
 
 @dataclass(frozen=True)
 class Allocation:
-    """``workers``: the devices of each, in any order. ``local``: whether parameters are on the server of their stage's host, else on all
-    servers evenly."""
+    """``workers``: the devices of each, in any order. ``local``: parameters are on the server of their stage's host, else on all evenly."""
 
     name: str
     workers: tuple[tuple[int, ...], ...]

@@ -12,7 +12,7 @@ there while it is computed.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -20,12 +20,15 @@ import numpy as np
 
 from soap.cluster.topology import Topology
 from soap.elastic.faults import ElasticError
+from soap.mixed.allocations import Allocation
 from soap.model.batch import MicroBatches
 from soap.model.graph import OperatorGraph, TensorKind
+from soap.plan.collectives import REDUCE_TRAFFIC
 from soap.search.stage_costs import StageCosts, StagePrices
 from soap.search.stage_groups import StageGroups, single_devices
 from soap.search.stages import Borders, Chain, partition
-from soap.simulator.costs import CostModel
+from soap.simulator.communication.servers import server_type
+from soap.simulator.costs import CostModel, nanoseconds
 from soap.units import format_bytes
 
 MOST_CONSIDERED = 16
@@ -45,8 +48,7 @@ STEP_COPIES = 2
 @dataclass(frozen=True)
 class Stage:
     """A stage's part of one minibatch. ``first``: its first operator. ``backward_ns``: with what it does with its values. ``sent_bytes``:
-    to the next stage, and what comes back; 0 for the last. ``parameter_bytes``: one copy of what is trained. ``needed_bytes``: of
-    memory."""
+    to the next stage, and back. ``parameter_bytes``: one copy of what is trained. ``needed_bytes``: of memory."""
 
     device: int
     first: int
@@ -93,8 +95,7 @@ def copies_on_processors(in_flight: int, bound: int | None) -> int:
 
 
 class Partitioner:
-    """Cuts one model on one cluster. Answers for devices that are alike are worked out once. ``graph``: of one minibatch. ``bound``: D,
-    which decides what stages hold on processors; None for none."""
+    """Cuts one model on one cluster, devices that are alike once. ``graph``: of one minibatch. ``bound``: D, or None, for processors."""
 
     def __init__(self, graph: OperatorGraph, topology: Topology, costs: CostModel, bound: int | None = 0) -> None:
         self.graph, self.topology, self.bound = graph, topology, bound
@@ -158,8 +159,7 @@ class Partitioner:
         return self._costs[key]
 
     def _chain(self, costs: StageCosts, groups: StageGroups, kept: Sequence[int], in_flight: int) -> Chain:
-        """With the copies of parameters that so many minibatches in flight need, and what passes between stages. ``kept``: see
-        ``kept_minibatches``."""
+        """With the copies of parameters for so many minibatches in flight, and what passes between stages. ``kept``: by stage."""
         copies = np.full(len(costs.trained_bytes), parameter_copies(in_flight))
         for (device,), kind in zip(groups.devices, groups.kinds, strict=True):
             if self.topology.devices[device].type.kind == "cpu":
@@ -190,8 +190,7 @@ class Partitioner:
         return WorkerPlan(_priced_stages(costs, chain, devices, found.kinds, found.firsts, kept), in_flight, found.slowest_ns)
 
     def given(self, stages: Sequence[tuple[int, int]], in_flight: int) -> WorkerPlan:
-        """The stages that somebody else has chosen: (device, first operator) of each. They need not fit into memory. ElasticError in one
-        line if one begins where no stage may."""
+        """The given stages, (device, first operator) of each, whether they fit or not. ElasticError if one begins where none may."""
         groups = self._groups([device for device, _ in stages])
         costs, kept = self._priced(groups), kept_minibatches(len(stages), in_flight)
         for device, first in stages:
@@ -238,3 +237,72 @@ def _placed_like(plan: WorkerPlan, groups: StageGroups, topology: Topology) -> W
 def _kind(topology: Topology, device: int) -> tuple[int, str, int]:
     own = topology.devices[device]
     return own.host, own.type.name, topology.memory_limits[device]
+
+
+COPY_TRAFFIC = 2
+"""Bytes that a server reads and writes for each byte of values that it gives away."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """``shares``: [worker][stage]: by host, bytes of the stage's parameters on its server."""
+
+    shares: tuple[tuple[Mapping[int, int], ...], ...]
+
+
+def placed(topology: Topology, allocation: Allocation, plans: Sequence[WorkerPlan]) -> Placement:
+    """Where these stages' parameters are. ElasticError if they are to be on their stage's host, and workers' stages differ in that."""
+    hosts = sorted({topology.devices[stage.device].host for plan in plans for stage in plan.stages})
+    if not allocation.local:
+        return Placement(tuple(tuple(_even(stage.parameter_bytes, hosts) for stage in plan.stages) for plan in plans))
+    looks = {tuple((topology.devices[stage.device].host, stage.first) for stage in plan.stages) for plan in plans}
+    if len(looks) > 1:
+        raise ElasticError(
+            f"allocation {allocation.name!r}: parameters are to be on their stage's host, but workers' stages differ; expected the same "
+            "layers on the same host in each worker"
+        )
+    beside = [tuple({topology.devices[stage.device].host: stage.parameter_bytes} for stage in plan.stages) for plan in plans]
+    return Placement(tuple(beside))
+
+
+def _even(size: int, hosts: Sequence[int]) -> Mapping[int, int]:
+    return {host: size * (k + 1) // len(hosts) - size * k // len(hosts) for k, host in enumerate(hosts)}
+
+
+def host_bytes(topology: Topology, plans: Sequence[WorkerPlan], placement: Placement, bound: int | None) -> tuple[int, ...]:
+    """By host, what it holds at most of parameters, for any order of events: its servers versions that may be asked for, pushes of waves
+    that not all have pushed, a question and an answer of each worker; of stages on accelerators, sums of own waves that are in no pulled
+    values. Without a bound as with ``COUNTED_BOUND``."""
+    ahead, found = (COUNTED_BOUND if bound is None else bound) + 2, [0] * len(topology.hosts)
+    copies = ahead + 2 + (len(plans) - 1) * ahead + 2 * len(plans)
+    for host, size in ((host, size) for shares in placement.shares[0] for host, size in shares.items()):
+        found[host] += copies * size
+    for stage in (stage for plan in plans for stage in plan.stages):
+        device = topology.devices[stage.device]
+        found[device.host] += 0 if device.type.kind == "cpu" else ahead * stage.parameter_bytes
+    return tuple(found)
+
+
+def require_room(topology: Topology, plans: Sequence[WorkerPlan], placement: Placement, bound: int | None) -> None:
+    """ElasticError in one line if a host's memory, where it is known, is less than ``host_bytes``."""
+    for host, size in zip(topology.hosts, host_bytes(topology, plans, placement, bound), strict=True):
+        if host.memory_bytes is not None and size > host.memory_bytes:
+            raise ElasticError(
+                f"servers and waiting updates of {len(plans)} workers need {format_bytes(size)} on host {host.name!r}, which has "
+                f"{format_bytes(host.memory_bytes)}; expected a tighter bound, fewer workers, or more memory"
+            )
+
+
+def count_ns(topology: Topology, device: int, size: int) -> int:
+    """What the server beside a device takes to add so many bytes of a wave to its values."""
+    return _moving_ns(topology, device, REDUCE_TRAFFIC * size)
+
+
+def copy_ns(topology: Topology, device: int, size: int) -> int:
+    """What it takes to give away so many bytes of values."""
+    return _moving_ns(topology, device, COPY_TRAFFIC * size)
+
+
+def _moving_ns(topology: Topology, device: int, moved_bytes: int) -> int:
+    kind = server_type(topology, device)
+    return nanoseconds(moved_bytes / kind.memory_bandwidth_bytes_per_second + kind.kernel_seconds)

@@ -32,8 +32,7 @@ def strategy_of(plans: Sequence[WorkerPlan], graph: OperatorGraph, servers: int,
 
 
 def stages_of(strategy: Strategy, graph: OperatorGraph) -> tuple[Stages, ...]:
-    """By worker, its stages in the graph's order. StrategyError in one line, naming the operator, if a stage has several runs of operators,
-    or the strategy has no workers."""
+    """By worker, its stages in the graph's order. StrategyError if a stage has several runs of operators, or there are no workers."""
     if strategy.workers is None:
         raise StrategyError("the strategy has no virtual workers; expected some: Strategy.workers")
     found: list[list[tuple[int, int]]] = [[] for _ in strategy.workers.groups]

@@ -12,11 +12,10 @@ from itertools import islice
 
 from soap.cluster.topology import Topology
 from soap.elastic.faults import ElasticError
-from soap.elastic.simulation.delays import NO_DELAYS, Delays
 from soap.elastic.simulation.steady import SETTLED
+from soap.elastic.simulation.unroll import NO_DELAYS, Delays
 from soap.mixed.allocations import Allocation, allocations, policies
-from soap.mixed.partitioning import MOST_CONSIDERED, Partitioner, WorkerPlan
-from soap.mixed.servers import placed, require_room
+from soap.mixed.partitioning import MOST_CONSIDERED, Partitioner, WorkerPlan, placed, require_room
 from soap.mixed.steady import MixedSteady, simulate
 from soap.model.batch import samples_of
 from soap.model.graph import OperatorGraph
@@ -44,8 +43,7 @@ class Found:
 
 
 def fitting(tries: Iterable[tuple[Finder, Allocation]]) -> list[Found]:
-    """Those allocations that fit, each with the best number of minibatches in flight, by the finder for its minibatches. The first one's
-    ElasticError if none fits; nothing if there are none."""
+    """The allocations that fit, each with its best number of minibatches in flight. The first one's ElasticError if none does."""
     found, problems = list[Found](), list[ElasticError]()
     for finder, allocation in tries:
         try:
@@ -96,8 +94,7 @@ class Finder:
         return Found(allocation, plans, most, self._simulated(allocation, plans))
 
     def best(self, more: Iterable[Allocation] = ()) -> Found:
-        """The best of all: of the policies that suit the cluster, the most promising other divisions, and ``more``. ElasticError if nothing
-        fits."""
+        """The best of all: the policies that suit the cluster, the most promising divisions, and ``more``. ElasticError if nothing fits."""
         candidates = [*policies(self._topology), *more, *self.promising()]
         return max(fitting((self, own) for own in candidates), key=lambda own: own.steady.samples_per_second)
 
@@ -107,8 +104,7 @@ class Finder:
         return [own for rate, _, own in islice(sorted(rated, key=lambda one: one[:2]), most) if rate < 0]
 
     def allowed_rate(self, allocation: Allocation) -> float:
-        """Minibatches per second of all workers if the slowest stages or messages of the slowest worker alone held them up; 0 if one does
-        not fit."""
+        """Minibatches per second of all workers if nothing but the slowest stage or message held them up; 0 if one does not fit."""
         slowest_ns = 0
         for devices in allocation.workers:
             own = [plan for plan in (self._partitioner.plan(devices, count) for count in (len(devices), 1)) if plan is not None]

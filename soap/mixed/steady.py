@@ -11,18 +11,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from fractions import Fraction
 
 import numpy as np
 
 from soap.cluster.topology import Topology
 from soap.elastic.clocks import Clocks
 from soap.elastic.faults import ElasticError
-from soap.elastic.simulation.delays import NO_DELAYS, Delays
-from soap.elastic.simulation.steady import SETTLED, Period, period_of, rate_of
-from soap.elastic.simulation.unroll import SHORTEST_CHUNK_NS
-from soap.mixed.partitioning import WorkerPlan, kept_minibatches
-from soap.mixed.servers import Placement, copy_ns, count_ns
+from soap.elastic.simulation.steady import SETTLED, Period, Window
+from soap.elastic.simulation.unroll import NO_DELAYS, SHORTEST_CHUNK_NS, Delays
+from soap.mixed.partitioning import Placement, WorkerPlan, copy_ns, count_ns, kept_minibatches
 from soap.simulator.communication.prices import Communication
 from soap.simulator.communication.servers import first_cores
 from soap.simulator.reference import Loop
@@ -276,16 +273,15 @@ def simulate(
     most_minibatches: int = MOST_MINIBATCHES,
     most_tasks: int = MOST_TASKS,
 ) -> MixedSteady:
-    """The steady state of these workers, with minibatches of ``batch`` samples. ``bound``: D, in waves; None for none. ``delays``: of each
-    stage by itself."""
+    """The steady state of these workers. ``batch``: samples of a minibatch. ``bound``: D, in waves, or None. ``delays``: of each stage."""
     wave = plans[0].in_flight
     reach = 0 if bound is None else LEADS * (bound + 2) * wave
     minibatches = _whole(min(max(FIRST_MINIBATCHES, reach), most_minibatches), wave)
     before: float | None = None
     while True:
         played = _Played(Training(topology, plans, placement, bound, minibatches, delays), batch)
-        rate = played.samples_per_second
-        done = played.period is not None or (before is not None and abs(rate / before - 1) < SETTLED)
+        rate = played.window.samples_per_second
+        done = played.window.period is not None or (before is not None and abs(rate / before - 1) < SETTLED)
         if done or minibatches >= most_minibatches or 2 * played.tasks > most_tasks:
             return played.steady(settled=done and minibatches >= reach)
         minibatches, before = _whole(min(2 * minibatches, most_minibatches), wave), rate
@@ -297,44 +293,27 @@ def _whole(minibatches: int, wave: int) -> int:
 
 
 class _Played:
-    """What comes after ``end_ns``, when a worker begins its last minibatch and its pipeline runs empty, says nothing of the steady
-    state."""
+    """What comes after a worker begins its last minibatch, when its pipeline runs empty, says nothing of the steady state."""
 
     def __init__(self, training: Training, batch: int) -> None:
-        self._training, self._batch = training, batch
+        self._training = training
         self._trace = training.run()
         schedule = training.loop.schedule()
         self._start_ns, self._end_ns = schedule.start_ns, schedule.end_ns
         self.tasks = len(self._start_ns)
-        self._done = [np.sort(self._end_ns[own]) for own in self._trace.done]
-        self.end_ns = max(1, min(own[-1].dealt_ns for own in self._trace.starts))
-        self._counted = [own[own <= self.end_ns] for own in self._done]
-        self.period = period_of(self._counted)
-        self._begin_ns = self._window()
-
-    @property
-    def samples_per_second(self) -> float:
-        """Of all workers, each by the minibatches that it has finished behind the warm-up."""
-        if self.period is not None:
-            return float(Fraction(self.period.leases * self._batch * len(self._counted) * 10**9, self.period.duration_ns))
-        return 1e9 * self._batch * rate_of(self._done, self._begin_ns, self.end_ns)
-
-    def _window(self) -> int:
-        """From when on it counts: the latter half, of whole periods if there are any."""
-        if self.period is None:
-            return self.end_ns // 2
-        return self.end_ns - max(1, self.end_ns // 2 // self.period.duration_ns) * self.period.duration_ns
+        done = [np.sort(self._end_ns[own]) for own in self._trace.done]
+        self.window = Window(done, max(1, min(own[-1].dealt_ns for own in self._trace.starts)), batch)
 
     def steady(self, *, settled: bool) -> MixedSteady:
         """All figures."""
-        trace, training = self._trace, self._training
-        counted = [[start for start in own if self._begin_ns <= start.dealt_ns <= self.end_ns] for own in trace.starts]
+        trace, training, window = self._trace, self._training, self.window
+        counted = [[start for start in own if window.begin_ns <= start.dealt_ns <= window.end_ns] for own in trace.starts]
         waiting = tuple(_mean([start.dealt_ns - start.able_ns for start in own]) for own in counted)
         pulling = tuple(_mean([int(self._start_ns[start.computed]) - start.dealt_ns for start in own]) for own in counted)
         minibatches = training.minibatches * len(trace.starts)
         return MixedSteady(
-            self.samples_per_second,
-            self.period,
+            window.samples_per_second,
+            window.period,
             training.minibatches,
             settled,
             self._idle(),
@@ -348,14 +327,14 @@ class _Played:
         )
 
     def _idle(self) -> Mapping[int, float]:
-        topology = self._training.topology
+        topology, window = self._training.topology, self.window
         busy = np.zeros(topology.device_count, np.int64)
         for position, task in enumerate(self._training.tasks.tasks):
             for device in task.resources:
                 if device < topology.device_count:
                     start, end = int(self._start_ns[position]), int(self._end_ns[position])
-                    busy[device] += max(0, min(end, self.end_ns) - max(start, self._begin_ns))
-        return {device: max(0.0, 1 - int(own) / (self.end_ns - self._begin_ns)) for device, own in enumerate(busy)}
+                    busy[device] += max(0, min(end, window.end_ns) - max(start, window.begin_ns))
+        return {device: max(0.0, 1 - int(own) / (window.end_ns - window.begin_ns)) for device, own in enumerate(busy)}
 
 
 def _mean(values: Sequence[int]) -> float:

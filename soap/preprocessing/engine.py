@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from soap.files import reason
-from soap.preprocessing import final, result
+from soap.preprocessing import result
 from soap.preprocessing.container import PreprocessError, key_of, read_record, write_record
 from soap.preprocessing.inputs import GZIP, PARQUET, Chunk, Unit, cut_lines, find_units
-from soap.preprocessing.manager import MODES, UNIT, Manager
-from soap.preprocessing.resources import Machine
+from soap.preprocessing.manager import MODES, UNIT, Machine, Manager
 from soap.preprocessing.spec import Spec
 from soap.preprocessing.work import CONVERT, FORMAT, INDEX, MERGE, OPEN, STEPS, UNITE, WRITE, Done, Task, Work, made_of
 
@@ -171,7 +170,7 @@ class _Run:
             [Task(MERGE, i, 0, sizes_of[name], name=name, made_of=whole) for i, name in enumerate(work.spec.dictionaries)], apart=True
         )
         rows = sum(done.rows for done in indexed)
-        final.make(work, rows)
+        result.make_arrays(work, rows)
         mapped = made_of([*united, *merged])
         tasks, first = [], 0
         for done in indexed:
@@ -221,8 +220,7 @@ class _Run:
         ]
 
     def _step(self, tasks: Sequence[Task], *, apart: bool = False) -> list[Done]:
-        """Do the tasks of a step; what they did, in the order of the tasks, whichever ended first. ``apart``: each on any node, not all of
-        a unit on one."""
+        """Do the tasks of a step; what they did, in the order of the tasks. ``apart``: each on any node, not all of a unit on one."""
         if not tasks:
             return []
         if self.begun is not None:
@@ -247,8 +245,7 @@ def cut(unit: Unit, spec: Spec, size: int, chunk_bytes: int, options: Options) -
 
 
 def spread_over(groups: Sequence[Sequence[Task]], nodes: int) -> list[list[Task]]:
-    """Each group's tasks to the node that has the least so far, the largest first (Graham 1969: at most 4/3 of the best). A node's own
-    keep their order."""
+    """Each group's tasks to the node with the least so far, the largest first (Graham 1969). A node's own keep their order."""
     sizes = [sum(max(1, task.size) for task in group) for group in groups]
     node_of, filled = [0] * len(groups), [0] * nodes
     for number in sorted(range(len(groups)), key=lambda one: -sizes[one]):

@@ -68,9 +68,8 @@ _HEX = np.frombuffer(b"".join(b"%02x" % i for i in range(256)), np.uint8).reshap
 def generate(
     folder: Path, rows: int, *, files: int = 1, seed: int = 0, categories: int | None = None, wrote: Callable[[int], None]
 ) -> None:
-    """Write so many rows into ``day_0.tsv``, ``day_1.tsv``, … of a new or empty folder. ``categories``: distinct values of a column at
-    most. ``wrote`` is told of rows that were written. PreprocessError if the folder is not empty or cannot be written; an end before the
-    last row leaves no file."""
+    """Write so many rows into ``day_0.tsv``, … of a new or empty folder. ``categories``: distinct values of a column at most. ``wrote``:
+    told of rows. PreprocessError if the folder is not empty or not writable; an early end leaves no file."""
     if not 0 <= seed < 2**64:
         raise PreprocessError(f"seed {seed}: expected a whole number from 0 to 2^64 - 1")
     begun: list[Path] = []

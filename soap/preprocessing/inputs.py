@@ -119,8 +119,7 @@ def read_lines(path: str, begin: int, end: int, spare: bytes = b"") -> tuple[NDA
 
 
 def line_of(path: str, begin: int, inside: int) -> tuple[int, int]:
-    """Number, from 1, of the line that begins ``inside`` bytes behind the start of the chunk that begins at byte ``begin``, and that byte's
-    place in the file."""
+    """Number, from 1, of the line that begins ``inside`` bytes into the chunk that begins at byte ``begin``, and its place in the file."""
     with open(path, "rb", buffering=0) as stream:
         descriptor = stream.fileno()
         first = 0 if begin == 0 else _behind_newline(descriptor, begin - 1, os.fstat(descriptor).st_size)

@@ -15,10 +15,9 @@ from soap.preprocessing import engine
 from soap.preprocessing.container import NO_ARROW, PreprocessError
 from soap.preprocessing.engine import Begun, Nodes, Options, Summary
 from soap.preprocessing.inputs import GZIP, PARQUET, Unit, find_units
-from soap.preprocessing.manager import SERIAL, Manager, State
+from soap.preprocessing.manager import SERIAL, Machine, Manager, State
 from soap.preprocessing.node import Executor, InProcess, Node, NodesTogether, Seen
 from soap.preprocessing.processes import Processes
-from soap.preprocessing.resources import Machine
 from soap.preprocessing.spec import Spec, load_spec
 from soap.preprocessing.work import CONVERT, INDEX, OPEN, ROWS_PER_GROUP, WRITE, Work
 from soap.units import format_bytes
@@ -28,8 +27,7 @@ GZIP_RATIO = 4
 
 
 def disk_needed(units: Sequence[Unit], parquet: bool) -> int:
-    """About how many bytes all files of a run take at their most: as much as the input for what steps leave for each other, and the final
-    arrays; what is uncompressed; and Parquet."""
+    """About how many bytes a run's files take at most: intermediate ones as the input, the final arrays, uncompressed parts, Parquet."""
     raw = sum(unit.size * (GZIP_RATIO if unit.kind == GZIP else 1) for unit in units)
     inflated = sum(GZIP_RATIO * unit.size for unit in units if unit.kind == GZIP)
     return inflated + round(raw * (1.6 + 0.7 * parquet))

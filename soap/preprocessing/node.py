@@ -11,8 +11,7 @@ from os import getpid
 from typing import Protocol
 
 from soap.preprocessing.container import PreprocessError
-from soap.preprocessing.manager import Limits, Manager, State
-from soap.preprocessing.resources import Machine
+from soap.preprocessing.manager import Limits, Machine, Manager, State
 from soap.preprocessing.work import Done, Task, Work
 from soap.units import format_bytes
 

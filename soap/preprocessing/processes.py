@@ -15,8 +15,8 @@ from pathlib import Path
 
 from soap.files import reason
 from soap.preprocessing.container import PreprocessError, owner
+from soap.preprocessing.manager import private_bytes
 from soap.preprocessing.node import Lost
-from soap.preprocessing.resources import private_bytes
 from soap.preprocessing.work import Done, Task, Work
 
 THREADS = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS", "ARROW_IO_THREADS")}

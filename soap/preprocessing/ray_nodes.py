@@ -20,10 +20,9 @@ from soap.elastic.session import AUTO, join, module, shown
 from soap.files import write_text_atomically
 from soap.preprocessing.container import PreprocessError
 from soap.preprocessing.engine import Options
-from soap.preprocessing.manager import Limits, Manager
+from soap.preprocessing.manager import Limits, Machine, Manager
 from soap.preprocessing.node import TICK_S, Node, Seen
 from soap.preprocessing.processes import Processes
-from soap.preprocessing.resources import Machine
 from soap.preprocessing.work import Done, Task, Work
 
 NEWS = "news"

@@ -32,9 +32,9 @@ from soap.preprocessing.container import (
     write_arrays,
     write_record,
 )
-from soap.preprocessing.final import BLOCK_ROWS, opened, written
 from soap.preprocessing.inputs import PARQUET, Chunk, read_lines
 from soap.preprocessing.parsing import Layout, Parsed, parquet, parse_lines, parse_row_groups
+from soap.preprocessing.result import BLOCK_ROWS, opened_arrays, written_arrays
 from soap.preprocessing.spec import Column
 from soap.preprocessing.work import CONVERT, INDEX, MERGE, NAMES, OPEN, PARQUET_FOLDER, UNITE, WRITE, Done, Task, Work, part_name
 
@@ -337,7 +337,7 @@ def _convert(work: Work, task: Task) -> Done:
     record = work.path / f"convert-{chunk.name}.json"
     key = key_of(work.key, task.made_of, task.first_row, task.rows)
     found = read_record(record, key)
-    if found and written(work, task) == found["made"]:
+    if found and written_arrays(work, task) == found["made"]:
         return Done(task, task.rows, made=found["made"], kept=True)
     indexed = read_arrays(work.indexed(chunk))
     united = read_arrays(work.united(chunk.unit))
@@ -346,7 +346,7 @@ def _convert(work: Work, task: Task) -> Done:
     labels = [i for i, kind in enumerate(kinds) if kind == "label"]
     numbers = [i for i, kind in enumerate(kinds) if kind == "integer"]
     sums: list[str] = []
-    files = {name: opened(work, name) for name in NAMES}
+    files = {name: opened_arrays(work, name) for name in NAMES}
     try:
         for begin in range(0, task.rows, BLOCK_ROWS):
             end = min(task.rows, begin + BLOCK_ROWS)

@@ -31,8 +31,7 @@ def part_name(number: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """``folder``: of this run's files. ``stop``: whether a wrong line ends the run. ``parquet``: whether to write it, ``codec``: how it is
-    compressed (``none``: not)."""
+    """``folder``: of this run's files. ``stop``: a wrong line ends the run. ``parquet``: whether to write it, compressed by ``codec``."""
 
     folder: str
     spec: Spec

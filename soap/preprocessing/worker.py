@@ -13,7 +13,7 @@ from pathlib import Path
 
 from soap.errors import SoapError
 from soap.preprocessing.work import Task, Work
-from soap.runtime.system.parent import die_with_parent
+from soap.runtime.system.process import die_with_parent
 
 
 def serve(connection: Connection) -> None:

@@ -10,7 +10,7 @@ from soap.profiles.keys import digest, torch_version
 
 VERSION = 12
 """Version of the measurement and of its format; part of every place. Since 2 with freed memory kept (``malloc``); since 3 collectives after
-a computation, and with ``gloo_threads.calm_gloo``; since 4 emulated hosts' sums are prompt; since 5 with the scale; since 6 the cold
+a computation, and with ``calm_gloo``; since 4 emulated hosts' sums are prompt; since 5 with the scale; since 6 the cold
 penalty by itself; since 7 devices compute by even time (``reference_work``); since 8 exchanges within steps, cold penalties of three
 sizes, and chains that read two values; since 9 with reference work that is the same in all processes; since 10 messages and exchanges of
 two sizes within steps, which send the last of theirs while gradients are summed; since 11 emulated hosts have one congestion control;

@@ -12,8 +12,7 @@ from contextlib import suppress
 from soap.cluster.topology import Topology
 from soap.errors import ProfileError, SoapError, SoapWarning
 from soap.files import cache_folder, read_text, write_text_atomically
-from soap.measure.link_figures import with_measured_links
-from soap.measure.link_probes import LinkTiming, is_enough, probes_for, scales_of
+from soap.measure.link_probes import LinkTiming, is_enough, probes_for, scales_of, with_measured_links
 from soap.profiles.link_places import LinkPlace, link_places
 from soap.profiles.store import Store
 

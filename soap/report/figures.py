@@ -124,8 +124,7 @@ def name_rows(made: BokehFigure, names: Sequence[str], most: int = 44) -> None:
 
 
 def legend_above(made: BokehFigure, items: Sequence[tuple[str, Sequence[Any]]], *, hide: bool = True) -> None:
-    """A legend over the picture, in as many columns as fit, which the page's script finds by ``ENTRY_TAG``. ``hide``: a click on an entry
-    hides what it names."""
+    """A legend over the picture, in as many columns as fit, found by ``ENTRY_TAG``. ``hide``: clicking an entry hides what it names."""
     from bokeh.models import Legend, LegendItem
 
     legend = Legend(items=[LegendItem(label=name, renderers=list(own)) for name, own in items], orientation="horizontal")

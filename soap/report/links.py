@@ -98,8 +98,7 @@ def _apart(middles: Mapping[str, float], least: float) -> dict[str, float]:
 
 
 def line_of(link: Link, places: Mapping[str, Point]) -> tuple[list[float], list[float]]:
-    """The points of a link's line, an arc between devices. The two directions of a cable are apart at its lower end and meet at the upper
-    one, where those of several cables would cross."""
+    """The points of a link's line, an arc between devices; a cable's two directions are apart at its lower end."""
     (x0, y0), (x1, y1) = places[link.source], places[link.target]
     if y0 == y1:
         depth = (0.25 + 0.11 * min(8.0, abs(x1 - x0))) * (1.0 if x0 < x1 else 0.86)

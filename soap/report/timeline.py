@@ -107,8 +107,7 @@ def timeline_bars(timeline: Timeline) -> list[Bar]:
 
 
 def shown_rows(bars: Sequence[Bar]) -> tuple[list[str], int]:
-    """Names of the rows that are shown: what computes, by name, then what communicates, the busiest first; and how many are left out
-    (``MOST_DEVICES``)."""
+    """Names of the rows that are shown: what computes, by name, then what communicates, the busiest first; and how many are left out."""
     busy: dict[str, int] = {}
     computes: dict[str, None] = {}
     for bar in bars:

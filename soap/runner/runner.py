@@ -44,7 +44,7 @@ from soap.simulator.simulate import Simulator
 from soap.strategy.config import Strategy, SyncConfig
 from soap.strategy.sync import in_one_partition
 from soap.tracing.example import Example
-from soap.tracing.execute import ExecutableModel
+from soap.tracing.execute import TracedModel
 from soap.tracing.export import exported_program
 from soap.tracing.load import load_program
 
@@ -357,7 +357,7 @@ class Runner:
 
     def _traced(
         self, tensors: Sequence[torch.Tensor], named: Mapping[str, torch.Tensor] | None
-    ) -> tuple[ExecutableModel, ExportedProgram, Example]:
+    ) -> tuple[TracedModel, ExportedProgram, Example]:
         arguments = (tuple(tensors), {}) if named is None else ((), dict(named))
         exported = exported_program(self.model, *arguments, loss=self.config.loss, dynamic_batch=self.config.dynamic_batch)
         model = load_program(exported, type(self.model).__name__)
@@ -374,7 +374,7 @@ class Runner:
         return self._stale.step(tensors if named is None else [named[name] for name in self._names])
 
     def _agreed(
-        self, model: ExecutableModel, exported: ExportedProgram, example: Example, config: RunnerConfig
+        self, model: TracedModel, exported: ExportedProgram, example: Example, config: RunnerConfig
     ) -> tuple[Strategy, ExecutionOrder]:
         """The strategy and order that rank 0 plans for all ranks, because measured costs differ between hosts. Rank 0 also compares the
         program with eager PyTorch. An error there is raised on all ranks."""
@@ -385,7 +385,7 @@ class Runner:
 
         return self._on_first(plan)
 
-    def _judge(self, model: ExecutableModel, exported: ExportedProgram, example: Example) -> None:
+    def _judge(self, model: TracedModel, exported: ExportedProgram, example: Example) -> None:
         judge = eager_judge(example) if self.config.verify else None
         if judge is not None:
             judge(exported, model)

@@ -22,10 +22,9 @@ from soap.elastic.server_actor import Keeping, Server
 from soap.elastic.worker import InMemory, Source, Worker
 from soap.runner.config import RunnerConfig
 from soap.runtime.comm import signs
-from soap.runtime.comm.addresses import own_address
-from soap.runtime.comm.world import World
+from soap.runtime.comm.world import World, own_address
 from soap.strategy.consistency import parse
-from soap.tracing.execute import ExecutableModel
+from soap.tracing.execute import TracedModel
 
 ENDED = 2**62
 """The clock of a rank that takes no more steps: nobody waits for it."""
@@ -35,9 +34,9 @@ ENDED = 2**62
 class _Given(Source):
     """A model that is here already."""
 
-    model: ExecutableModel | None = field(default=None, repr=False)
+    model: TracedModel | None = field(default=None, repr=False)
 
-    def load(self, *, plan_only: bool = False) -> ExecutableModel:
+    def load(self, *, plan_only: bool = False) -> TracedModel:
         """The model."""
         assert self.model is not None
         return self.model
@@ -94,7 +93,7 @@ class RankClocks:
 class StaleTraining:
     """Made on all ranks at once. ``model``: this rank's own, for a batch of its own; values are rank 0's."""
 
-    def __init__(self, model: ExecutableModel, world: World, config: RunnerConfig) -> None:
+    def __init__(self, model: TracedModel, world: World, config: RunnerConfig) -> None:
         cut = Cut(model)
         tables, dense = ({name: model.graph.tensors[name].shape for name in names} for names in (cut.tables, cut.dense))
         self._layout, self._world = lay_out(tables, dense, world.size), world

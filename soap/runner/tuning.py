@@ -28,7 +28,7 @@ from soap.search.partition_tuning import BATCHES, ITERATIONS, Sample, Tuning, ch
 from soap.strategy.config import Strategy
 from soap.strategy.sync import server_count
 from soap.strategy.sync_contracts import MAX_PARTITIONS
-from soap.tracing.model import TracedModel
+from soap.tracing.execute import TracedModel
 
 Batches = Callable[[int], Sequence[torch.Tensor]]
 

@@ -1,12 +1,7 @@
 """Checking a distributed run against one process: loss, every gradient, every parameter after the update, every buffer.
 
-Rank 0 runs the whole exported program from the same parameters and buffers as each step. A difference is a defect of a rule or of the
-runtime, or the optimizer's update is not elementwise. If an ill-conditioned gradient is mostly rounding, both results are compared with one
-process in float64.
-
-Compressed gradients lose something. So those are compared before they are compressed; what the ranks make of them is compared, to the last
-bit, with an emulation of the same compression. That the local gradients are right is another
-question: added up, they have to be what one process computes.
+Rank 0 runs the whole exported program from the same parameters and buffers as each step (docs/internals/runtime.md, *Checks*). Compressed
+gradients are compared before they are compressed; what the ranks make of them, to the bit, with an emulation of the same compression.
 """
 
 from __future__ import annotations
@@ -23,20 +18,20 @@ from soap.model.regions import lengths, whole
 from soap.plan.syncs.amounts import reading_groups
 from soap.plan.syncs.compressed import compressed_names, compressed_shards
 from soap.runtime.comm import signs
-from soap.runtime.comm.assembling import cut
-from soap.runtime.compression.peer import Peer, copied
+from soap.runtime.comm.packing import cut
+from soap.runtime.compression.dgc import DecayMomentum
+from soap.runtime.compression.peer import Peer, copied, in_order, synchronized
 from soap.runtime.compression.seam import State
-from soap.runtime.compression.together import in_order, synchronized
 from soap.runtime.inputs import Given, PartBatch
-from soap.runtime.run_types import run_dtype
 from soap.runtime.sync.compressed import hosts_sum, peer_of
 from soap.runtime.sync.row_update import Updater
+from soap.runtime.sync.shards import run_dtype
 from soap.runtime.trainer import Trainer
-from soap.runtime.updates.momentum import DecayMomentum
 from soap.runtime.updates.optimizers import Optimizers
 from soap.runtime.updates.parts import trainable_shapes
 from soap.runtime.updates.schedules import Schedule
-from soap.tracing.model import TileContext, TracedModel
+from soap.tracing.execute import TracedModel
+from soap.tracing.model import TileContext
 
 ByShard = Mapping[int, torch.Tensor]
 
@@ -205,8 +200,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """What a check found. ``compared``: number of tensors over all steps. ``worst``: the largest difference that does not agree, or else
-    the largest of all."""
+    """What a check found. ``compared``: tensors over all steps. ``worst``: the largest difference, of those that do not agree if any."""
 
     steps: int
     compared: int
@@ -328,8 +322,7 @@ class _Reference:
         after: Mapping[str, torch.Tensor],
         summed: Mapping[str, torch.Tensor],
     ) -> list[Difference]:
-        """Run one step in one process from the state ``before``. Returns each tensor's difference from the ranks' result. ``gradients``:
-        those of the update; ``summed``: the same before compression."""
+        """Run one step in one process from ``before``. Returns each tensor's difference. ``summed``: gradients before compression."""
         expected = step_alone(self.trainer, step, inputs, before)
         assert expected is not None
         with torch.no_grad():

@@ -2,16 +2,7 @@
 
 ``torch.export`` records the forward pass only. Code that runs in the backward pass alone (``torch.autograd.Function``, hooks) is not in the
 file, and what Python decides by its own numbers is fixed in it. With the module at hand both show: we compare its eager step with the calls
-that SOAP executes. That also finds defects of our reader.
-
-*Random numbers.* Both sides draw from torch's generators with one seed. The program makes the same calls in the same order, so masks are
-equal, although SOAP's tiles draw theirs differently (``rules.random``, which ``check`` compares with ``reference_loss``). If the order
-differs (a call whose result nobody reads), both run again, and each call's numbers depend on its kind and shapes alone.
-
-*State of Python's.* A program has the first value of each attribute, counter and generator in all steps. So eager's step follows a call
-on other values, and its forward pass follows once more. Buffers begin each of them as they were: programs have these. What the last call
-finds otherwise than the one before it moves by itself, and is refused by its name. What only depends on the call before it (caches,
-activations that are kept) has no effect if the step is the program's.
+that SOAP executes. docs/internals/runtime.md (*Checks*) says how random numbers are made equal, and what is refused as Python's own state.
 """
 
 from __future__ import annotations
@@ -41,13 +32,12 @@ from soap.errors import ModelError, SoapError, SoapWarning, asked, first_line
 from soap.runtime.check import TOLERANCES, Difference, difference, largest
 from soap.tracing.calls import is_random
 from soap.tracing.example import Example
-from soap.tracing.execute import ExecutableModel
+from soap.tracing.execute import TracedModel
 from soap.tracing.export import Judge
 from soap.tracing.model import TileContext
 from soap.tracing.naming import canonical_names
-from soap.tracing.python_state import MODES, Memory, has_values, same_bits
+from soap.tracing.python_state import MODES, Memory, has_values, same_bits, same_generators, untouched
 from soap.tracing.record import ExportRecord
-from soap.tracing.untouched import same_generators, untouched
 
 FUNCTION = "write it as a torch.library.custom_op with register_autograd, or with detach (x.detach() * (1 + s) - x * s reverses a gradient)"
 HOOK = "write what it does into forward (x.detach() * (1 - s) + x * s scales a gradient), or leave it to the optimizer and clip_norm"
@@ -94,8 +84,7 @@ def _module_hooks(module: nn.Module) -> list[str]:
 
 
 def _from_a_run(example: Example, names: Sequence[str] | None) -> tuple[list[str], list[str]]:
-    """(autograd.Functions, hooks on tensors) of a forward pass. If the gradient of the parameter passes through some of these functions,
-    only these are listed."""
+    """(autograd.Functions, hooks on tensors) of a forward pass; only those through which the parameter's gradient passes, if any."""
     module = example.module
     with untouched(module), _noted_hooks() as hooks, torch.enable_grad():
         owners = _Owners(example)
@@ -237,7 +226,7 @@ def eager_judge(example: Example) -> Judge | None:
     return lambda exported, model: compare_with_eager(example, exported, model)
 
 
-def compare_with_eager(example: Example, exported: ExportedProgram, model: ExecutableModel) -> ExportRecord:
+def compare_with_eager(example: Example, exported: ExportedProgram, model: TracedModel) -> ExportRecord:
     """Compare one step of the module with one of its program on the example batch. The module's state and torch's generators do not change.
 
     Raises ModelError in one line, with the likely cause, if they differ by more than rounding, or if the module fails on its example.
@@ -289,7 +278,7 @@ class _Step:
 
 
 class _Comparison:
-    def __init__(self, example: Example, exported: ExportedProgram, model: ExecutableModel) -> None:
+    def __init__(self, example: Example, exported: ExportedProgram, model: TracedModel) -> None:
         self.example, self.exported, self.model = example, exported, model
         self.canonical = canonical_names(exported.state_dict)
         self.random = any(is_random(call) for call in model.program.calls)
@@ -438,8 +427,7 @@ def _share(error: float) -> str:
 
 
 def eager_step(example: Example, exported: ExportedProgram, *, follows: bool = False) -> _Step:
-    """Loss, gradients and buffers of one step of the module itself, which does not change it. ``follows``: as its second step, with what
-    its first leaves in Python's state."""
+    """Loss, gradients and buffers of one step of the module, which stays as it is. ``follows``: as its second step, with Python's state."""
     module, canonical = example.module, canonical_names(exported.state_dict)
     beside, drawn, running = {"self": example.model, "loss": example.loss}, _drawn(), _as_eager(type(example.model).__name__)
     with untouched(module, changed_parameters(exported), beside) as put_state_back, torch.enable_grad(), running:
@@ -536,7 +524,7 @@ def _scale(tensors: Mapping[str, torch.Tensor]) -> float:
     return max((size for size in sizes if isfinite(size)), default=0.0)
 
 
-def _coarsest(model: ExecutableModel) -> torch.dtype:
+def _coarsest(model: TracedModel) -> torch.dtype:
     """The dtype with the largest rounding among the program's values; float32 if none is a floating-point type."""
     known = {value.dtype for value in model.program.values.values()} & TOLERANCES.keys()
     return max(known, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)

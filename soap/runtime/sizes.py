@@ -15,14 +15,13 @@ from soap.plan.samples import Samples, divided_inputs, looked_up_in, samples_rea
 from soap.plan.tiling import Tile
 from soap.runtime.inputs import Batch, BySamples, Given, Shapes, check_samples, check_types, micro_batches, other_shape
 from soap.runtime.planned import Handed
+from soap.runtime.program.prepared import OwnSamples, StepInputs
 from soap.runtime.program.program import Program
-from soap.runtime.run_types import run_dtype
 from soap.runtime.step.gradients import Gradients
 from soap.runtime.step.step import StepRunner
-from soap.runtime.step.step_inputs import OwnSamples, StepInputs
-from soap.runtime.sync.shards import ShardStore
+from soap.runtime.sync.shards import ShardStore, run_dtype
 from soap.runtime.trace import Recorder
-from soap.tracing.model import TracedModel
+from soap.tracing.execute import TracedModel
 
 if TYPE_CHECKING:
     from soap.runtime.trainer import Trainer
@@ -48,8 +47,7 @@ class SizedProgram:
     """The program of all ranks, on rank 0."""
 
     def inputs(self, batch: Batch) -> StepInputs:
-        """Inputs, constants and state (held in buffers) by name, on this rank's device. RuntimeFailure if a part of a batch has not the
-        samples that this rank reads."""
+        """Inputs, constants and state by name, on this rank's device. RuntimeFailure if a part of a batch lacks what the rank reads."""
         if batch.size is not None:
             check_samples(batch, self.samples)
         state = {tensor: self.trainer.buffers[name] for tensor, name in self.model.state.items()}
@@ -126,8 +124,7 @@ class BatchSizes:
             self._model(part.shapes)
 
     def of(self, shapes: Shapes | None = None) -> SizedProgram:
-        """The program for a batch whose inputs have these shapes; None: the model's own. Called on all ranks at once when a size first
-        occurs."""
+        """The program for inputs of these shapes; None: the model's own. Called on all ranks at once when a size first occurs."""
         shapes = self._own if shapes is None else shapes
         if shapes not in self._sizes:
             self._sizes[shapes] = self._compile(self._model(shapes))

@@ -24,33 +24,38 @@ from soap.model.regions import volume
 from soap.plan.plan import Plan
 from soap.plan.running.forward_order import ExecutionOrder
 from soap.plan.syncs.compressed import compressed_names
-from soap.runtime.alike import Alike
+from soap.runtime.checkpoint.weights import home_of, whole_buffers, whole_parameters
 from soap.runtime.comm.position import HERE
 from soap.runtime.comm.redistribute import Communicator, Traffic
-from soap.runtime.comm.whole import home_of, whole_buffers, whole_parameters
 from soap.runtime.comm.world import close_world, open_world
-from soap.runtime.inputs import Batch, BySamples, Given
+from soap.runtime.compression.dgc import DecayMomentum, require_correctable, wrong_momentum
+from soap.runtime.inputs import Alike, Batch, BySamples, Given
 from soap.runtime.planned import Asked, Planned
-from soap.runtime.program.fused_tiles import missing_compiler
-from soap.runtime.run_types import model_in_type, run_dtype
+from soap.runtime.program.actions import MicroBatch
+from soap.runtime.program.prepared import missing_compiler
 from soap.runtime.sizes import BatchSizes
-from soap.runtime.step.micro_batch import MicroBatch
 from soap.runtime.step.step_end import StepEnd
 from soap.runtime.sync.look_ups import note_rows
-from soap.runtime.sync.shards import ShardStore, gather_regions
+from soap.runtime.sync.shards import ShardStore, gather_regions, model_in_type, run_dtype
 from soap.runtime.system.memory_room import MemoryRoom, room_within, stored_bytes
 from soap.runtime.trace import Event, Recorder, join_events
 from soap.runtime.training_options import DEFAULT_TRAINING, StepMetrics, TrainingKeywords, TrainingOptions
-from soap.runtime.updates.clipping import require_clippable
-from soap.runtime.updates.loss_scaling import LossScaler, require_scalable
-from soap.runtime.updates.momentum import DecayMomentum, require_correctable, wrong_momentum
-from soap.runtime.updates.offloading import Offloading, require_offloadable
-from soap.runtime.updates.parts import joined_names, other_options, parts_of, require_possible, trainable_shapes
+from soap.runtime.updates.loss_scaling import LossScaler, require_clippable, require_scalable
+from soap.runtime.updates.parts import (
+    Offloading,
+    joined_names,
+    other_options,
+    parts_of,
+    require_offloadable,
+    require_possible,
+    trainable_shapes,
+)
 from soap.runtime.updates.schedules import Schedule
 from soap.runtime.updates.trial import Tried, try_optimizer
 from soap.simulator.memory.peaks import memory_use
 from soap.strategy.config import Strategy
-from soap.tracing.model import TileContext, TracedModel
+from soap.tracing.execute import TracedModel
+from soap.tracing.model import TileContext
 
 if TYPE_CHECKING:
     from soap.runtime.checkpoint.checkpoint import Training
@@ -233,8 +238,7 @@ class Trainer:
         return () if self.optimizer is None else tuple(float(group["lr"]) for group in self.optimizer.param_groups)
 
     def given_batches(self, sizes: BatchSizes, inputs: Sequence[Given], purpose: str) -> list[Batch]:
-        """The micro-batches of what a step is given, checked; what is given first for this purpose is compared with other ranks', and
-        hashes of what is given later: ``alike.require`` waits for them."""
+        """The micro-batches of what a step is given, checked and compared with other ranks'; ``require`` waits for later hashes."""
         parts = sizes.batches(inputs)
         self.alike.begin(parts, sizes, purpose)
         sizes.check(parts)
@@ -262,8 +266,7 @@ class Trainer:
         return found
 
     def _forget_values(self) -> None:
-        """Free the model's values of parameters that this rank does not keep in the model's own memory: it has parts of them elsewhere, or
-        none. What no shard covers stays, since it is nowhere else."""
+        """Free the model's values of parameters of which this rank has parts elsewhere, or none. What no shard covers stays."""
         parameters, kept = self.model.parameters, {leaf.untyped_storage().data_ptr() for leaf in self.shards.leaves.values()}
         covered = dict.fromkeys(parameters, 0)
         for shard in self.plan.shards:
@@ -279,8 +282,7 @@ class Trainer:
         self.comm.traffic = counted
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """Full gradients of the last step by canonical name, on rank 0 (empty elsewhere); called on all ranks at once. Parameters without
-        gradient are left out."""
+        """Full gradients of the last step by canonical name, those that there are, on rank 0 (else empty); called on all ranks at once."""
         wanted = sorted(self.plan.synchronized)
         full: dict[str, torch.Tensor] = {}
         for name in dict.fromkeys(self.plan.shards[shard].parameter for shard in wanted):
@@ -328,9 +330,8 @@ class Trainer:
         return save_checkpoint(folder, self._training(), self.steps, self.seed, whole_buffers(self), keep)
 
     def save_weights(self, folder: str | Path, names: Mapping[str, str] | None = None) -> Path:
-        """Write all parameters and buffers as safetensors into a folder, on all ranks at once; rank 0 has one of them in memory at a time.
-        ``names``: other names to write (``soap.weights.fitting.matched``). RuntimeFailure in one line if they cannot be written, or the
-        folder has weights already."""
+        """Write all parameters and buffers as safetensors into a folder, on all ranks at once; rank 0 has one at a time. ``names``: other
+        names to write. RuntimeFailure if they cannot be written, or the folder has weights already."""
         from soap.runtime.checkpoint.weights import save_weights
 
         return save_weights(self, Path(folder), names or {})

@@ -14,13 +14,45 @@ from soap.cluster.topology import Topology
 from soap.model.batch import sample_factor
 from soap.model.graph import Operator, OperatorGraph
 from soap.strategy.config import OpConfig, Strategy, settled, settled_config
-from soap.strategy.experts import expert_parallel
-from soap.strategy.grids import device_order, fill, grouped, largest_divisor, uniform_config
-from soap.strategy.megatron import balanced_blocks, hybrid, megatron, operator_work, sequence_parallel
+from soap.strategy.grids import device_order, fill, grouped, largest_divisor, tensor_parallel_width, uniform_config
+from soap.strategy.megatron import balanced_blocks, context_parallel, hybrid, megatron, operator_work, sequence_parallel
 from soap.strategy.recomputation import recomputed
-from soap.strategy.sequences import context_parallel
 from soap.strategy.sync import SHARDED, SHARDED_IN_HOSTS, SHARDED_STATE, SPARSE_ALL_GATHER, synchronized, usual_server
 from soap.strategy.tensor_parallel_chains import dense
+
+
+def expert_factor(op: Operator) -> int | None:
+    """The factor over experts; None if the operator has none.
+
+    It is summed and belongs to a parameter alone, which has a summed factor in common with what the operator reads, too: a table of
+    vectors has no such second one.
+    """
+    if not op.partitionable:
+        return None
+    read = {dim.factor for operand in op.inputs for dim in operand.dims}
+    for operand in op.parameters:
+        summed = {dim.factor for dim in operand.dims if dim.factor is not None and dim.exact and op.factors[dim.factor].summed}
+        alone = summed - read
+        if len(alone) == 1 and summed & read:
+            return alone.pop()
+    return None
+
+
+def expert_parallel(graph: OperatorGraph, topology: Topology) -> Strategy:
+    """Experts divided among the devices of each host, and samples among hosts; everything else is data parallel on all devices.
+
+    A group has as many neighbouring devices as divide the number of a host's, and at most one for each expert. GShard (Lepikhin et al.,
+    ICLR 2021) divides experts so.
+    """
+    most, order = tensor_parallel_width(topology), device_order(topology)
+    chosen: dict[int, OpConfig] = {}
+    for i, op in enumerate(graph.operators):
+        factor = expert_factor(op)
+        width = 1 if factor is None else largest_divisor(most, op.factors[factor].size)
+        if width > 1:
+            chosen[i] = grouped(op, order, width, factor)
+    return settled(graph, fill(graph, [order] * len(graph.operators), chosen), topology.device_count)
+
 
 __all__ = [
     "CLASSICAL",
@@ -124,8 +156,7 @@ def sparse_allgather(graph: OperatorGraph, topology: Topology) -> Strategy:
 
 
 def zero1(graph: OperatorGraph, topology: Topology) -> Strategy:
-    """Data parallelism in which each device owns a part of every parameter, and alone keeps the optimizer's state for it: Rajbhandari et
-    al., "ZeRO", SC 2020."""
+    """Data parallelism in which each device owns a part of every parameter and its optimizer's state: Rajbhandari et al., "ZeRO", 2020."""
     return data_parallel(graph, topology).with_changes(parameters=synchronized(graph, SHARDED_STATE, sparse=False))
 
 

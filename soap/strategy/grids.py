@@ -40,8 +40,7 @@ def uniform_config(op: Operator, degrees: Mapping[str, int], devices: Sequence[i
 
 
 def device_order(topology: Topology) -> tuple[int, ...]:
-    """Numbers of the devices of workers (``Topology.workers``) host by host, so that neighbours in this order share a host wherever
-    possible."""
+    """Numbers of the workers' devices (``Topology.workers``) host by host: neighbours in this order share a host wherever possible."""
     devices = topology.devices
     hosts = {host: i for i, host in enumerate(dict.fromkeys(device.host for device in devices))}
     return tuple(sorted(topology.workers, key=lambda device: (hosts[devices[device].host], device)))

@@ -21,8 +21,7 @@ RALP = "ralp"
 
 
 def cut_at(graph: OperatorGraph, topology: Topology, cut: int, tail: Sequence[int]) -> Strategy:
-    """The strategy whose operators from position ``cut`` on run on the devices ``tail``. With a cut behind all of them it is data
-    parallelism with parameters on servers."""
+    """The strategy whose operators from ``cut`` on run on the devices ``tail``; with a cut behind all, data parallelism with servers."""
     workers = device_order(topology)
     orders = [workers] * cut + [tuple(tail)] * (len(graph.operators) - cut)
     strategy = settled(graph, fill(graph, orders, {}), topology.device_count)

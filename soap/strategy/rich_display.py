@@ -35,8 +35,7 @@ def bars(numbers: Sequence[float]) -> list[str]:
 
 
 def strategy_html(strategy: Strategy, graph: OperatorGraph | None = None) -> str:
-    """The strategy: equal configurations of operators on one line, and parameters that are not all-reduced as by default. ``graph``: its
-    model's, by which degrees have their factors' names."""
+    """The strategy: equal operators on one line, and parameters not all-reduced. ``graph``: its model's, for names of factors."""
     whole = texts(written(strategy, STRATEGY_FIELDS, ("operators", "parameters")), STRATEGY_FIELDS)
     title = f"strategy of {len(strategy.operators):,} operators" + "".join(f", {text}" for text in whole)
     split = [(_degrees(name, config, graph), str(_places(config)), name) for name, config in strategy.operators.items()]

@@ -16,8 +16,7 @@ MOST_WEIGHT = 2**20
 
 
 def lowest_terms(degrees: Sequence[int], shares: Shares) -> Shares:
-    """The same shares, each divided by what its weights have in common; () for equal parts, and () if all are equal. StrategyError if they
-    do not suit the degrees."""
+    """The same shares in lowest terms; () for equal parts. StrategyError if they do not suit the degrees."""
     split = [degree for degree in degrees if degree > 1]
     if len(shares) != len(split) or any(own and len(own) != degree for own, degree in zip(shares, split, strict=True)):
         raise StrategyError(f"shares {list(map(list, shares))} for degrees {list(degrees)}: expected {_wanted(split)}")

@@ -85,8 +85,7 @@ def _answer(frame: FrameType) -> bool | None:
 
 
 def _places(frame: FrameType) -> list[tuple[int, int]]:
-    """Line and column of a frame's instruction, and of the one before it: a jump has the position of its statement, and the one before
-    it asks for the truth."""
+    """Line and column of a frame's instruction, and of the one before, which asks for the truth: a jump has its statement's position."""
     code, number = frame.f_code, frame.f_lasti // 2
     before = number - 1
     while before > 0 and dis.opname[code.co_code[2 * before]] in _BETWEEN:
@@ -98,8 +97,7 @@ def _places(frame: FrameType) -> list[tuple[int, int]]:
 
 @lru_cache(maxsize=64)
 def _statements(path: str) -> tuple[tuple[ast.expr, bool], ...]:
-    """The conditions in a file that only validate, each with the value that it must have. Conditions whose exception may be caught are
-    left out."""
+    """The conditions in a file that only validate, with the values that they must have; not those whose exception may be caught."""
     try:
         tree = ast.parse("".join(linecache.getlines(path)))
     except (SyntaxError, ValueError):

@@ -1,10 +1,5 @@
-"""Mixed precision as part of a program: the casts that ``torch.autocast`` would make become calls of their own.
-
-To find in which type a call takes its operands, it is run under ``torch.autocast`` on tensors without values, and the casts that it
-makes are noted. Planning, tiles and the reference then compute in these types without any switch at run time, and data that travels
-between devices has the type that the operator made. Autocast has one list of types for CPUs and another one for GPUs (where norms and
-exponentials are computed in float32, for example): a ``Caster`` follows the list of the devices that will train. No GPU is needed.
-"""
+"""Mixed precision as part of a program: the casts that ``torch.autocast`` would make become calls of their own. Each call is run under
+``torch.autocast`` on tensors without values, by the list of types of the devices that will train. No GPU is needed."""
 
 from __future__ import annotations
 
@@ -131,8 +126,7 @@ class Caster:
 def _casts(
     call: Call, names: Sequence[str], values: Mapping[str, Value], dtype: torch.dtype | None, kind: ListOf = "cpu"
 ) -> tuple[list[tuple[str | None, torch.dtype]], list[torch.dtype]]:
-    """Run a call without values, under autocast to ``dtype`` if given: (operand, new type) of each cast that it makes, None standing
-    for a tensor that is no operand; and the types of its outputs."""
+    """Run a call without values, under autocast to ``dtype`` if given: (operand or None, new type) of each cast; and outputs' types."""
     with FakeTensorMode(), torch.no_grad(), _autocast(kind, dtype):
         given = {name: torch.empty(values[name].shape, dtype=values[name].dtype, device=kind) for name in names}
 

@@ -1,12 +1,13 @@
-"""Bags of embeddings that all hold equally many rows become calls of our own. Torch writes them with offsets even if their indices had
-two dimensions."""
+"""Calls told otherwise: bags of equally many rows, which torch writes with offsets even if their indices had two dimensions, as calls of
+our own; and grouped-query attention by ``enable_gqa``, without copies of keys and values for the queries' heads."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
-from soap.tracing.calls import Call, Program, Ref, argument, parameters_of
-from soap.tracing.rules.bags import MODES, equal_bags
+from soap.tracing.calls import Call, Program, Ref, argument, needed, parameters_of, with_argument
+from soap.tracing.rules.embedding import MODES, equal_bags
 
 
 def find_equal_bags(program: Program) -> None:
@@ -56,3 +57,50 @@ def _rows(program: Program, makers: dict[str, Call], flat: Ref, bags: int) -> st
         return None
     shape = program.values[maker.operands[0]].shape
     return maker.operands[0] if len(shape) == 2 and shape[0] == bags else None
+
+
+def find_grouped_queries(program: Program) -> None:
+    """Let attention without a mask read keys and values as they were before each head of them was repeated, in place."""
+    makers = {name: call for call in program.calls for name in call.outputs}
+    changed = False
+    for position, call in enumerate(program.calls):
+        if call.kind != "scaled_dot_product_attention" or argument(call, "attn_mask") is not None or argument(call, "enable_gqa"):
+            continue
+        key, value = (_before_repeating(program, makers, argument(call, name).name) for name in ("key", "value"))
+        if key is None or value is None or key[1] != value[1]:
+            continue
+        grouped = with_argument(with_argument(call, "key", Ref(key[0])), "value", Ref(value[0]))
+        program.calls[position] = with_argument(grouped, "enable_gqa", True)
+        changed = True
+    if changed:
+        program.calls = needed(program.calls, {program.loss, *program.kept})
+
+
+def _before_repeating(program: Program, makers: Mapping[str, Call], name: str) -> tuple[str, int] | None:
+    """(the value (samples, heads, words, size) of which this one has each head several times, one after another; how often)."""
+    joined = _step(program, makers, name, ("reshape", "view", "flatten"))
+    repeating = None if joined is None else _step(program, makers, joined.operands[0], ("expand",))
+    wide = None if repeating is None else _step(program, makers, repeating.operands[0], ("unsqueeze",))
+    if joined is None or repeating is None or wide is None or argument(wide, "dim") not in (2, -3):
+        return None
+    apart = wide.operands[0]
+    before, repeated, after = (program.values[own].shape for own in (apart, repeating.outputs[0], name))
+    if len(before) != 4:
+        return None
+    samples, heads, words, size = before
+    times = repeated[2]
+    fits = repeated == (samples, heads, times, words, size) and after == (samples, heads * times, words, size)
+    return (apart, times) if fits and times > 1 else None
+
+
+def _step(program: Program, makers: Mapping[str, Call], name: str, kinds: tuple[str, ...]) -> Call | None:
+    """The call of one of these kinds that made this value, copies and slices of all of it aside."""
+    while (maker := makers.get(name)) is not None:
+        if maker.kind in kinds:
+            return maker
+        source = maker.operands[0] if maker.operands else ""
+        same = maker.kind == "clone" or (maker.kind == "slice" and program.values[source].shape == program.values[name].shape)
+        if not same:
+            return None
+        name = source
+    return None

@@ -39,8 +39,7 @@ class Change:
 
 
 class BufferChanges:
-    """Changes in the order of the program. ``nodes``: the graph's placeholders of buffers and frozen parameters, with their state-dict
-    names."""
+    """Changes in the order of the program. ``nodes``: placeholders of buffers and frozen parameters, with their state-dict names."""
 
     def __init__(self) -> None:
         self.nodes: dict[torch.fx.Node, str] = {}
@@ -80,9 +79,8 @@ def canonical_buffers(exported: ExportedProgram) -> dict[str, str]:
 
 
 def check_memory(exported: ExportedProgram, moved: Container[str]) -> None:
-    """Raise ModelError for two tensors of the state that share memory, of which one changes: the program does not show that, and an
-    optimizer would move two parameters one after the other. Several names of one tensor are fine. ``moved``: canonical names of what the
-    program changes."""
+    """ModelError for two tensors of the state that share memory, of which one changes: an optimizer would move both. Several names of one
+    tensor are fine. ``moved``: canonical names of what the program changes."""
     canonical = canonical_names(exported.state_dict) | canonical_buffers(exported)
     read = {node.name for node in exported.graph.nodes if node.op == "placeholder" and node.users}
     held: dict[int, list[str]] = {}  # memory -> the tensors in it

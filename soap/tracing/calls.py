@@ -42,8 +42,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call: ``target(*args, **kwargs)`` with ``Ref`` in place of tensors. ``path``: the module it belongs to. ``origin``: kind of
-    the call of which this one is a part, if it was decomposed."""
+    """One call: ``target(*args, **kwargs)`` with ``Ref`` for tensors. ``path``: its module. ``origin``: kind of the decomposed call."""
 
     name: str
     target: Target

@@ -433,8 +433,7 @@ def _cut(held: Box, box: Box, call: str) -> _Cut:
 
 
 def _may_run_plainly(step: ProgramStep) -> bool:
-    """Whether a call on whole tensors is just the ATen call. Views are not: copies that made their memory contiguous were dropped. Nor
-    are lookups with sparse gradients: ours are dense."""
+    """Whether a call on whole tensors is just the ATen call: views are not, nor lookups with sparse gradients, since ours are dense."""
     call, own = step.call, step.rule.light or step.rule.lean
     return isinstance(call.target, torch._ops.OpOverload) and not (own or is_random(call) or argument(call, "sparse", False))
 

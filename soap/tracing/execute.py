@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 
 from soap.errors import ModelError
-from soap.model.dtypes import name_of, replaced
+from soap.model.dtypes import name_of, part_of, replaced
 from soap.model.graph import OperatorGraph
 from soap.model.regions import Box, Interval, lengths, relative, volume, whole
 from soap.plan.tiling import Tile
@@ -98,25 +98,33 @@ class Source(Protocol):
     def take_state(self, values: Mapping[str, torch.Tensor]) -> None:
         """From now on, trace with these values of buffers. ModelError if there is no file to trace from."""
 
-    def trace(self, *, shapes: Sequence[Sequence[int]] | None = None, dtype: torch.dtype | None = None) -> ExecutableModel:
+    def trace(self, *, shapes: Sequence[Sequence[int]] | None = None, dtype: torch.dtype | None = None) -> TracedModel:
         """The model for inputs of these shapes, in this floating-point type; None: as it was traced."""
 
 
 @dataclass
-class ExecutableModel:
-    """The ``TracedModel`` that ``importer.import_program`` makes."""
+class TracedModel:
+    """The operator graph, and everything that is needed to compute it with real tensors, tile by tile; made by ``importer``."""
 
     graph: OperatorGraph
     parameters: Mapping[str, torch.Tensor]
+    """Full tensors by canonical state-dict name; fake or meta tensors if the model was traced for planning only."""
     buffers: Mapping[str, torch.Tensor]
+    """Full tensors by state-dict name."""
     constants: Mapping[str, torch.Tensor]
+    """Full tensors of the graph's CONSTANT tensors, by tensor name; for ``state`` their first values."""
     input_names: Sequence[str]
+    """The graph's INPUT tensors in the order of the user's flattened tensor arguments."""
     example_inputs: Sequence[torch.Tensor]
     programs: Mapping[str, OperatorProgram]
     program: Program
     state: Mapping[str, str] = field(default_factory=dict)
+    """Buffers that the forward pass changes, of which all ranks keep the same copy: name of the graph's CONSTANT tensor, if there is
+    one, with the buffer's value when the step begins -> state-dict name."""
     transient: frozenset[str] = frozenset()
+    """Buffers that are no entries of the state dict (``persistent=False``)."""
     unchanged: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """The rest of the state dict, which training leaves as it is: buffers that are only read, parameters and buffers that nothing uses."""
     source: Source | None = None
     record: ExportRecord | None = None
     """What the model's file says of its export; None if it comes from no file."""
@@ -131,13 +139,18 @@ class ExecutableModel:
     def run_tile(
         self, tile: Tile, inputs: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], context: TileContext
     ) -> tuple[torch.Tensor, ...]:
-        """See ``TracedModel.run_tile``."""
+        """Compute a tile's outputs from exactly the regions ``tile.inputs`` and ``tile.parameters``; differentiable.
+
+        Returns one tensor of the shape of ``tile.outputs[k]`` per output k; where the operator has summed factors that are split,
+        these are partial results. Inputs must not be modified by the caller before the backward pass.
+        """
         if context.unread and context.unread.issuperset(self.programs[self.graph.operators[tile.operator].name].outputs):
             return tuple(inputs[0].new_zeros(lengths(box), dtype=torch.float64) for box in tile.outputs)
         return self._tile(tile, told=context.counts is not None).run(inputs, parameters, context)
 
     def rows_asked_for(self, tile: Tile, parameter: int, inputs: Sequence[torch.Tensor | None], context: TileContext) -> torch.Tensor:
-        """See ``TracedModel.rows_asked_for``."""
+        """The different rows (dimension 0, in the whole parameter's numbers) that a tile looks up of its part of a sparse parameter,
+        ascending. ``inputs``: those that exist before the tile runs; None for others. ModelError if there is no such row."""
         return self._tile(tile).rows_asked_for(parameter, inputs, context)
 
     def run_sparse_lookup(
@@ -148,11 +161,13 @@ class ExecutableModel:
         rows: Mapping[int, torch.Tensor],
         context: TileContext,
     ) -> tuple[torch.Tensor, ...]:
-        """See ``TracedModel.run_sparse_lookup``."""
+        """``run_tile`` with parameters of which only some rows are there. ``rows``: by parameter (position), which rows, ascending; at
+        least those that the tile looks up. Its tensor has just these, one below the other."""
         return self._tile(tile, told=context.counts is not None).run_sparse_lookup(inputs, parameters, rows, context)
 
     def labels_counted(self, tile: Tile, inputs: Sequence[torch.Tensor | None]) -> tuple[str, torch.Tensor]:
-        """See ``TracedModel.labels_counted``."""
+        """For a tile of an operator with ``own_inputs``: the call that divides, and what the tile's own labels are of the number that it
+        divides by, in float64. ``inputs``: regions as ``own_inputs`` say; None for activations."""
         return self._tile(tile, told=True).labels_counted(inputs)
 
     def _tile(self, tile: Tile, *, told: bool = False) -> CompiledTile:
@@ -170,7 +185,7 @@ class ExecutableModel:
         self._compiled.clear()
 
     def unread(self, tiles: Sequence[Tile]) -> frozenset[str]:
-        """See ``TracedModel.unread``."""
+        """Values that no tile of a plan reads, for ``TileContext``: batch norm's statistics if each tile sees all of its channels."""
         found: dict[str, bool] = {}
         for tile in tiles:
             steps = self.programs[self.graph.operators[tile.operator].name].steps
@@ -182,13 +197,13 @@ class ExecutableModel:
         return frozenset(sums for sums, always in found.items() if always)
 
     def is_pure(self, operator: int) -> bool:
-        """See ``TracedModel.is_pure``."""
+        """Whether tiles of an operator are functions of their operands alone: no random numbers, nothing noted for the end of the step."""
         calls = [step.call for step in self.programs[self.graph.operators[operator].name].steps]
         leaves = (leaf for call in calls for leaf in walk((call.args, dict(call.kwargs))))
         return not any(is_random(call) for call in calls) and not any(isinstance(leaf, BufferRef) for leaf in leaves)
 
     def let_go(self, names: Sequence[str]) -> None:
-        """See ``TracedModel.let_go``. What the model was traced from lets go of them, too."""
+        """Free the values of these parameters and constants; meta tensors take their places, also in what the model was traced from."""
         for own in (self.parameters, self.constants, self.program.constants):
             assert isinstance(own, dict)
             own.update({name: own[name].detach().to("meta") for name in names if name in own})
@@ -196,7 +211,7 @@ class ExecutableModel:
             self.source.let_go(self.parameters.keys() & names)
 
     def reference_loss(self, inputs: Sequence[torch.Tensor], parameters: Mapping[str, torch.Tensor], context: TileContext) -> torch.Tensor:
-        """See ``TracedModel.reference_loss``: plain calls on whole tensors, sharing nothing with the tiled execution but random numbers."""
+        """The scalar loss by the whole exported program, call by call; differentiable. It shares but random numbers with the tiles."""
         (loss,) = self.whole_values(self.program, inputs, parameters, context, [self.program.loss])
         return loss
 
@@ -266,14 +281,15 @@ class ExecutableModel:
                     return list(dict.fromkeys(tuple(m.interval(t, size) for m, size in zip(maps, shape, strict=True)) for t in own))
         return []
 
-    def resized(self, shapes: Sequence[Sequence[int]]) -> ExecutableModel:
-        """See ``TracedModel.resized``."""
+    def resized(self, shapes: Sequence[Sequence[int]]) -> TracedModel:
+        """The same model for inputs of these shapes, without parameters. ModelError in one line if it cannot be traced for them."""
         if self.source is None:
             raise ModelError("the model was made from a program in memory; expected soap.load of a file, for batches of other sizes")
         return replace(self.source.trace(shapes=shapes, dtype=self.dtype), parameters={}, shapes=shapes, dtype=self.dtype)
 
-    def with_state(self, values: Mapping[str, torch.Tensor]) -> ExecutableModel:
-        """See ``TracedModel.with_state``."""
+    def with_state(self, values: Mapping[str, torch.Tensor]) -> TracedModel:
+        """The same model with other values of buffers that it only reads, by state-dict name; names that it does not have are ignored.
+        ModelError if it cannot be traced again."""
         known = {name: tensor for name, tensor in values.items() if name in self.unchanged and name not in self.parameters}
         if all(_is_equal(tensor, self.unchanged[name]) for name, tensor in known.items()):
             return self
@@ -282,8 +298,8 @@ class ExecutableModel:
         self.source.take_state(known)
         return replace(self.source.trace(shapes=self.shapes, dtype=self.dtype), parameters={}, shapes=self.shapes, dtype=self.dtype)
 
-    def in_type(self, dtype: torch.dtype) -> ExecutableModel:
-        """See ``TracedModel.in_type``."""
+    def in_type(self, dtype: torch.dtype) -> TracedModel:
+        """This model with this type in place of all floating-point types that calls name. ModelError if it cannot be traced again."""
         if all(replaced(kind, dtype) == kind for call in self.program.calls for kind in named_types(call)):
             return self
         if self.source is None:
@@ -292,8 +308,8 @@ class ExecutableModel:
         buffers = {name: tensor.to(other.buffers[name].dtype) for name, tensor in self.buffers.items()}
         return replace(other, parameters=self.parameters, buffers=buffers, record=self.record, shapes=self.shapes, dtype=dtype)
 
-    def widened(self) -> ExecutableModel | None:
-        """See ``TracedModel.widened``."""
+    def widened(self) -> TracedModel | None:
+        """The same model in float64, without parameters, to judge rounding by; None if it cannot be traced again."""
         return None if self.source is None else replace(self.source.trace(shapes=self.shapes, dtype=torch.float64), parameters={})
 
     def _random(self, call: Call, tensors: list[torch.Tensor], context: TileContext) -> Any:
@@ -309,7 +325,7 @@ class ExecutableModel:
             return local.plain()
 
     def end_step(self, context: TileContext) -> None:
-        """See ``TracedModel.end_step``. Statistics move in the order of the program, whatever order the tiles ran in."""
+        """Update the buffers by noted statistics (in program order), found state and step counters; once per rank and training step."""
         buffers, statistics = context.buffers, context.statistics
         with torch.no_grad():
             moved = [move for move in self._moving if move[0] in statistics]
@@ -324,12 +340,12 @@ class ExecutableModel:
 
     @cached_property
     def element_inputs(self) -> frozenset[str]:
-        """See ``TracedModel.element_inputs``."""
+        """Integer inputs of which each element can be drawn by itself: indices of lookups and class labels, and nothing else."""
         return element_inputs(self.program)
 
     @cached_property
     def read_apart(self) -> frozenset[str]:
-        """See ``TracedModel.read_apart``."""
+        """Parameters that may still be read when their gradients are complete, because something reads them without a gradient."""
         return read_apart(self.program)
 
     @cached_property
@@ -354,3 +370,99 @@ def _plain_batch_norm(x: torch.Tensor, affine: Sequence[torch.Tensor], kwargs: d
     if x.numel() == x.shape[1]:  # which torch.nn.functional refuses
         mean = var = None
     return torch.batch_norm(x, weight, bias, mean, var, True, kwargs["momentum"], kwargs["eps"], True)
+
+
+class _Given(torch.autograd.Function):
+    """A number that stands for outputs whose gradients are given. Autograd then has the only reference to these gradients, and frees
+    each when it has been used. What is handed to ``backward`` itself stays until the end, and so do the outputs."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: list[torch.Tensor], *outputs: torch.Tensor) -> torch.Tensor:
+        ctx.gradients = gradients
+        return outputs[0].new_zeros((), dtype=part_of(outputs[0].dtype))  # autograd begins with real numbers only
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        given = (None, *ctx.gradients)
+        ctx.gradients.clear()
+        return given
+
+
+class _Stand(torch.autograd.Function):
+    """A number that stands for one output. What it is worth is known when the backward pass begins."""
+
+    @staticmethod
+    def forward(ctx: Any, answers: list[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
+        ctx.answers = answers
+        return output.new_zeros((), dtype=part_of(output.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[None, torch.Tensor]:
+        return None, ctx.answers.pop()
+
+
+class Awaited:
+    """An output that is answered by a gradient later, and need not be there until then. ``stand``: what ``given`` takes in its place."""
+
+    def __init__(self, output: torch.Tensor) -> None:
+        self.dtype = output.dtype
+        self._answers: list[torch.Tensor] = []
+        self.stand = cast(torch.Tensor, _Stand.apply(self._answers, output))  # type: ignore[no-untyped-call]
+
+    def answer(self, gradient: torch.Tensor, passes: int = 1) -> torch.Tensor:
+        """Give the output's gradient, for so many backward passes; returns that of ``stand``."""
+        self._answers.extend([gradient] * passes)
+        return torch.ones_like(self.stand)
+
+
+def given(gradients: list[torch.Tensor], outputs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The number with which to begin a backward pass. ``gradients``: of the outputs, in their order; the list is emptied then."""
+    return cast(torch.Tensor, _Given.apply(gradients, *outputs))  # type: ignore[no-untyped-call]
+
+
+class PlainModel(TracedModel):
+    """A model made by hand, without a program: tiles are computed by ``run_tile`` and nothing else, for one size and type alone. Nothing
+    is known of its operators beside that. It sets the attributes that are known."""
+
+    @cached_property
+    def element_inputs(self) -> frozenset[str]:
+        """None."""
+        return frozenset()
+
+    @cached_property
+    def read_apart(self) -> frozenset[str]:
+        """All parameters."""
+        return frozenset(self.parameters)
+
+    def let_go(self, names: Sequence[str]) -> None:
+        """Free these values; nobody else has them."""
+        for own in (self.parameters, self.constants):
+            assert isinstance(own, dict)
+            own.update({name: own[name].detach().to("meta") for name in names if name in own})
+
+    def unread(self, tiles: Sequence[Tile]) -> frozenset[str]:
+        """All is looked at."""
+        return frozenset()
+
+    def is_pure(self, operator: int) -> bool:
+        """Not that anybody knows."""
+        return False
+
+    def end_step(self, context: TileContext) -> None:
+        """There are no buffers."""
+
+    def resized(self, shapes: Sequence[Sequence[int]]) -> TracedModel:
+        """There is no program to be traced again."""
+        raise ModelError("made by hand for one size")
+
+    def with_state(self, values: Mapping[str, torch.Tensor]) -> TracedModel:
+        """There are no buffers."""
+        return self
+
+    def in_type(self, dtype: torch.dtype) -> TracedModel:
+        """Nothing is known of calls."""
+        return self
+
+    def widened(self) -> TracedModel | None:
+        """There is no program to be traced again."""
+        return None

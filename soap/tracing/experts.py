@@ -1,10 +1,5 @@
-"""Mixtures of experts without sorting: what programs compute on rows sorted by expert is computed on the rows where they are.
-
-Libraries bring the rows that go to one expert together (``perm = ids.sort()``), multiply, and bring them back. In between a row can be
-anywhere, and samples cannot be told apart. The products here get each row's expert (``rules.experts``), so that the calls in between,
-which treat every row alike, can keep the rows in the order of the samples. Then tiles of samples route their own rows, as data
-parallelism does.
-"""
+"""Mixtures of experts without sorting: what programs compute on rows sorted by expert is computed on the rows where they are, so that tiles
+of samples route their own, as data parallelism does. Products get each row's expert (``rules.experts``)."""
 
 from __future__ import annotations
 
@@ -30,8 +25,7 @@ _ROW_BY_ROW = _SAME_ELEMENTS | {
 
 
 def unsort_experts(program: Program) -> None:
-    """Replace rows that were sorted by expert and brought back by unsorted rows, in place. Nothing is changed if that would make the
-    products larger."""
+    """Replace rows that were sorted by expert and brought back by unsorted rows, in place, unless that would enlarge the products."""
     for name in [call.name for call in program.calls if call.kind in ("sort", "argsort")]:
         call = next((call for call in program.calls if call.name == name), None)
         choices = 0 if call is None else _choices(program, call)

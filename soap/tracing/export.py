@@ -21,21 +21,19 @@ from torch.nn.modules.module import register_module_buffer_registration_hook
 from soap.errors import ModelError, SoapWarning, first_line
 from soap.files import check_writable, write_bytes_atomically
 from soap.outputs import MODEL, check
-from soap.tracing.adapted import adapted
 from soap.tracing.assertions import passed_assertions, without_assertions
-from soap.tracing.containers import plain_arguments, plainly
+from soap.tracing.containers import adapted, plain_arguments, plainly
+from soap.tracing.example import which_loss
 from soap.tracing.imports import import_all
-from soap.tracing.loss_output import which_loss
 from soap.tracing.operators import refuse_custom_operators
-from soap.tracing.quiet import quiet_torch
+from soap.tracing.python_state import untouched
 from soap.tracing.record import NAME, ExportRecord, dumps
-from soap.tracing.torch_parts import replaced
+from soap.tracing.torch_parts import quiet_torch, replaced
 from soap.tracing.tracebacks import chain, is_packed, torchs_module, user_line
-from soap.tracing.untouched import untouched
 from soap.tracing.without_values import Room, tied_without_values
 
 if TYPE_CHECKING:
-    from soap.tracing.execute import ExecutableModel
+    from soap.tracing.execute import TracedModel
 
 
 @contextmanager
@@ -82,7 +80,7 @@ def assigned_buffers_followed(module: nn.Module) -> Iterator[None]:
 
 
 DROPPING, KEPT = "dropouts that drop nothing", "normalisations whose statistics stay"
-Judge = Callable[[ExportedProgram, "ExecutableModel"], ExportRecord]
+Judge = Callable[[ExportedProgram, "TracedModel"], ExportRecord]
 """Compares a program, as it is read back, with its module; raises ModelError if they do not train alike."""
 
 
@@ -223,8 +221,7 @@ def traced(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dyn
 
 
 def _mended_lstms() -> AbstractContextManager[None]:
-    """Correct torch 2.11, which gives the states of a traced LSTM a dimension too many (``squeeze(1)``, which became ``squeeze(0)``
-    later)."""
+    """Correct torch 2.11, which gives the states of a traced LSTM a dimension too many (``squeeze(1)``, later ``squeeze(0)``)."""
 
     def make(original: Any) -> Any:
         def mended(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:

@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cache
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
+from soap.logs import TRIALS, silenced
 from soap.model.graph import NARROW, RECURRENT_KINDS, FactorKind, Footprint, Operator
 from soap.model.regions import lengths, relative, whole
 from soap.plan.tiling import Tile, iteration_points, spatial_factors, tiles_of, windows
 from soap.simulator.memory.footprint import Use, costly_cuts, tile_bytes
 from soap.strategy.config import OpConfig
 from soap.tracing.calls import BufferRef, Ref, substitute
-from soap.tracing.execute import ExecutableModel
-from soap.tracing.given import given
-from soap.tracing.gradient_layout import spread, stolen
-from soap.tracing.layouts import Layout, layouts_of, like
+from soap.tracing.execute import TracedModel, given
 from soap.tracing.model import TileContext
 from soap.tracing.part_footprints import PartFootprints, Parts
+from soap.tracing.products import is_product
 from soap.tracing.trial_device import as_on_gpus
-from soap.tracing.trial_memory import TrialMemory, bytes_of
 
 REALLY_RUN_FLOPS = 2**32
 """Recurrent layers keep a workspace that shows only where they really run. They run at import if they take at most so many
@@ -42,7 +44,7 @@ Footprints = tuple[Footprint, ...]
 """As in ``OperatorGraph.footprints``."""
 
 
-def find_footprints(model: ExecutableModel, *, on_gpus: bool = False) -> tuple[dict[str, Footprints], dict[str, PartFootprints]]:
+def find_footprints(model: TracedModel, *, on_gpus: bool = False) -> tuple[dict[str, Footprints], dict[str, PartFootprints]]:
     """(footprints, of parts of sums that are computed in a wider type), both by operator, on CPUs or on GPUs; operators that cannot be run
     so are left out.
 
@@ -80,7 +82,7 @@ def find_footprints(model: ExecutableModel, *, on_gpus: bool = False) -> tuple[d
 class _Trials:
     """Runs of one operator, forward and backward. ``tensors``: results of the operators before it, by name."""
 
-    def __init__(self, model: ExecutableModel, position: int, tensors: dict[str, torch.Tensor], context: TileContext) -> None:
+    def __init__(self, model: TracedModel, position: int, tensors: dict[str, torch.Tensor], context: TileContext) -> None:
         self._model, self._position, self._tensors, self._context = model, position, tensors, context
         self._graph, self._op = model.graph, model.graph.operators[position]
 
@@ -218,8 +220,7 @@ class _Trials:
         return Footprint(kept, forward, backward, half.keeps | finer.keeps, fixed, product, rows, repeated)
 
     def _together(self, cut: Footprint, parts: Tile, degrees: tuple[int, ...], known: Footprints) -> Footprints:
-        """Footprints with all factors cut, one for each factor: what does not shrink with that factor. A use of memory that single cuts
-        explain counts as 0; empty if that is so for all uses."""
+        """Footprints with all factors cut, one for each: what does not shrink with it; empty if single cuts explain all uses."""
         expected = [tile_bytes(self._op, known, parts.intervals, use) for use in Use]
         sizes = [size if size > other else 0 for size, other in zip(cut.sizes_bytes, expected, strict=True)]
         rows = known[0].in_rows.intersection(*(one.in_rows for one in known))
@@ -346,3 +347,187 @@ def _line(one: tuple[int, int], other: tuple[int, int], points: int) -> tuple[in
         return least, least
     fixed = max(-(-(least * many - most * few) // (many - few)), min(0, least))
     return fixed + max(-(-(most - fixed) * points // many), -(-(least - fixed) * points // few)), fixed
+
+
+FEW = 50
+"""Numbers that are repeated at least so often are few."""
+
+Found = tuple[int, torch.Tensor | None]
+"""(place of an operand, the gradient of its region)."""
+
+
+def stolen(found: Sequence[Found], is_held: Callable[[torch.Tensor], bool]) -> frozenset[int]:
+    """The places whose gradient a leaf that lies row by row would steal: take as it is, since nothing else refers to it, and it lies as the
+    leaf does (torch/csrc/autograd/functions/accumulate_grad.h). Others are copied, and both are there for a moment. ``found``: all that one
+    backward pass has made. ``is_held``: whether others hold a tensor's memory."""
+    made = {place: gradient for place, gradient in found if gradient is not None and gradient.layout is torch.strided}
+    uses = Counter(_memory(gradient) for gradient in made.values())
+    return frozenset(
+        place
+        for place, gradient in made.items()
+        if uses[_memory(gradient)] == 1 and _lies_apart(gradient) and not is_held(gradient)
+    )
+
+
+def spread(found: Sequence[Found]) -> frozenset[int]:
+    """The places whose gradients are a few numbers that are repeated: that of a mean is one number for all that it is of."""
+    made = ((place, gradient) for place, gradient in found if gradient is not None and gradient.layout is torch.strided)
+    return frozenset(place for place, gradient in made if FEW * gradient.untyped_storage().nbytes() <= gradient.nbytes)
+
+
+def _lies_apart(gradient: torch.Tensor) -> bool:
+    """Whether a gradient lies row by row in memory of its own, and is what it seems: marks (of complex numbers) are resolved by a copy."""
+    alone = gradient.untyped_storage().nbytes() == gradient.nbytes
+    return alone and gradient.is_contiguous() and 0 not in gradient.stride() and not (gradient.is_conj() or gradient.is_neg())
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    number: int = tensor.untyped_storage()._cdata
+    return number
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """One result. ``memory``: number of the operand whose memory it has; below 0: a piece of the results' own, of so many ``bytes``."""
+
+    memory: int
+    bytes: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+
+def layouts_of(results: Sequence[torch.Tensor], operands: Sequence[torch.Tensor]) -> tuple[Layout, ...] | None:
+    """The layouts of results beside the operands; None if ``like`` could not make the same."""
+    memories = {tensor.untyped_storage()._cdata: (place, tensor.dtype) for place, tensor in reversed(list(enumerate(operands)))}
+    found = []
+    for result in results:
+        storage = result.untyped_storage()
+        memory, dtype = memories.setdefault(storage._cdata, (-1 - len(memories), result.dtype))
+        if result.is_conj() or result.is_neg() or dtype != result.dtype or storage.nbytes() % result.itemsize:
+            return None
+        found.append(Layout(memory, storage.nbytes(), result.dtype, tuple(result.shape), result.stride(), int(result.storage_offset())))
+    return tuple(found)
+
+
+def like(layouts: Sequence[Layout], operands: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Tensors with these layouts, beside operands that lie as those did."""
+    memories = dict(enumerate(operands))
+    for own in layouts:
+        if own.memory not in memories:
+            memories[own.memory] = torch.empty(own.bytes // own.dtype.itemsize, dtype=own.dtype)
+    return tuple([memories[own.memory].as_strided(own.shape, own.strides, own.offset) for own in layouts])
+
+
+Value = TypeVar("Value")
+
+
+class FoundLater(Mapping[str, Value]):
+    """A mapping that ``find`` makes when it is first looked into. Pickled, it is what was found."""
+
+    def __init__(self, find: Callable[[], Mapping[str, Value]]) -> None:
+        self._find = find
+
+    def __getitem__(self, key: str) -> Value:
+        return self._find()[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._find())
+
+    def __len__(self) -> int:
+        return len(self._find())
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._find()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+
+def footprints_later(model: TracedModel, *, on_gpus: bool) -> tuple[FoundLater[Footprints], FoundLater[PartFootprints]]:
+    """As ``find_footprints``. The model's parameters are not held meanwhile, for they may be large; no trial reads them."""
+    bare: list[TracedModel] = [replace(model, parameters={}, example_inputs=(), unchanged={}, source=None)]
+
+    @cache
+    def found() -> tuple[dict[str, Footprints], dict[str, PartFootprints]]:
+        with _disable_current_modes(), torch.device("cpu"), torch.enable_grad(), silenced(*TRIALS):  # wherever it is asked
+            return find_footprints(bare.pop(), on_gpus=on_gpus)
+
+    return FoundLater(lambda: found()[0]), FoundLater(lambda: found()[1])
+
+
+class TrialMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Follows the memory that calls allocate. ``most_bytes``: the most that was there at once, without what is left out."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.most_bytes = 0
+        self._products: list[tuple[StorageWeakRef, int, int]] = []
+        self._needed = 0
+        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._kept: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._left_out: dict[int, torch.UntypedStorage] = {}
+        self._noted: dict[int, StorageWeakRef] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        made = [item.untyped_storage() for item in tree_leaves(result) if isinstance(item, torch.Tensor)]
+        self._products += [(_reference(storage), storage._cdata, storage.nbytes()) for storage in made if is_product(func)]
+        if made:
+            self._live = {key: entry for key, entry in self._live.items() if _is_there(entry[0])}
+            self._live.update((storage._cdata, (_reference(storage), storage.nbytes())) for storage in made)
+            self.most_bytes = max(self.most_bytes, sum(size for key, (_, size) in self._live.items() if key not in self._left_out))
+        return result
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Note that autograd keeps this tensor."""
+        storage, self._needed = tensor.untyped_storage(), len(self._products)
+        self._kept[storage._cdata] = (_reference(storage), storage.nbytes())
+        return tensor
+
+    def leave_out(self, tensors: Iterable[torch.Tensor]) -> int:
+        """Leave these tensors out: they are counted elsewhere. If they are parts of something larger that they keep, the rest counts."""
+        room: dict[int, int] = {}
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._left_out:
+                self._left_out[storage._cdata] = storage
+                room[storage._cdata] = storage.nbytes()
+            if storage._cdata in room:
+                room[storage._cdata] -= bytes_of(tensor)
+        return sum(max(0, rest) for rest in room.values())
+
+    def note(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Know these tensors' memory, without keeping it."""
+        self._noted.update((storage._cdata, _reference(storage)) for storage in (tensor.untyped_storage() for tensor in tensors))
+
+    def knows(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor's memory is that of one that was noted or left out, or that autograd has kept."""
+        return any(tensor.untyped_storage()._cdata in own for own in (self._noted, self._left_out, self._kept))
+
+    def kept_bytes(self) -> int:
+        """Bytes that autograd keeps, without what is left out."""
+        return sum(size for key, (storage, size) in self._kept.items() if key not in self._left_out and _is_there(storage))
+
+    def product_bytes(self) -> int:
+        """Bytes that products have made which a second run needs (``products.Products``), without what is left out."""
+        made = self._products[: self._needed]
+        return sum(size for storage, key, size in made if key not in self._left_out or not _is_there(storage))
+
+    def keeps(self, tensor: torch.Tensor) -> bool:
+        """Whether autograd keeps the memory of a tensor."""
+        return tensor.untyped_storage()._cdata in self._kept
+
+
+def _reference(storage: torch.UntypedStorage) -> StorageWeakRef:
+    return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+
+
+def _is_there(reference: StorageWeakRef) -> bool:
+    return not reference.expired()  # type: ignore[no-untyped-call]
+
+
+def bytes_of(tensor: torch.Tensor) -> int:
+    """Bytes of its elements, wherever they lie."""
+    return tensor.numel() * tensor.itemsize

@@ -103,8 +103,7 @@ def _view(writer: Writer, call: Call, number: int, target: Any, args: tuple[Any,
 
 @form("cat", "concat", "concatenate")
 def cat(writer: Writer, call: Call, fake: Fake) -> str:
-    """A concatenation without the operands that are empty (a key-value cache begins with one). A single remaining operand is the result
-    itself."""
+    """A concatenation without empty operands (a key-value cache begins with one). A single one that is left is the result itself."""
     parts = [source for source in call.operands if prod(writer.shape(source)) > 0]
     if len(parts) == 1 and writer.shape(parts[0]) == fake.shape and writer.dtype(parts[0]) == fake.dtype:
         return parts[0]

@@ -1,10 +1,5 @@
-"""Groups of calls that become one operator: an anchor (or a chain of light calls) with the light calls around it.
-
-A light call joins the operator that produces its operand (epilogue) or the only one that consumes its result (prologue), if the factors
-of both can be identified dimension by dimension. Nothing is fused that would take a way of splitting from an anchor: the light call
-then stays an operator of its own. Calls that depend only on inputs, constants and parameters are repeated in every consumer instead,
-because recomputing them moves nothing.
-"""
+"""Groups of calls that become one operator: an anchor (or a chain of light calls) with the light calls around it, unless that would take a
+way of splitting from the anchor (docs/internals/tracing.md, *Fusion*)."""
 
 from __future__ import annotations
 

@@ -14,33 +14,29 @@ from torch.export import ExportedProgram
 from soap.errors import ModelError, SoapWarning
 from soap.model.dtypes import replaced
 from soap.model.graph import WHOLE, DimMap, Drawn, Factor, FactorKind, Operand, Operator, OperatorGraph, Tensor, TensorKind, Unsplit
-from soap.tracing.arithmetic import arithmetic_of
 from soap.tracing.autocast import Caster, ListOf
-from soap.tracing.bags import find_equal_bags
+from soap.tracing.bags import find_equal_bags, find_grouped_queries
 from soap.tracing.buffers import canonical_buffers
-from soap.tracing.calls import Program
+from soap.tracing.calls import Call, Program
 from soap.tracing.compiled import OperatorProgram, ProgramStep
 from soap.tracing.decompose import decompose
-from soap.tracing.execute import ExecutableModel
+from soap.tracing.execute import TracedModel
 from soap.tracing.experts import unsort_experts
 from soap.tracing.fold import fold
-from soap.tracing.found_later import footprints_later
+from soap.tracing.footprints import footprints_later
 from soap.tracing.fuse import Fuser
-from soap.tracing.grouped import find_grouped_queries
-from soap.tracing.labels import batch_dimensions, gradients
+from soap.tracing.labels import batch_dimensions, find_sparse, gradients
 from soap.tracing.loss_terms import find_loss_terms, own_labels
 from soap.tracing.masks import find_masks
-from soap.tracing.match import Group, compose, compose_all, simplified, unsplit
+from soap.tracing.match import Group, Step, compose, compose_all, simplified, unsplit
 from soap.tracing.naming import anchor, canonical_names, group_outputs, operator_names, tensor_names
 from soap.tracing.reader import Reader
-from soap.tracing.reasons import no_rule, unsplit_dimensions
 from soap.tracing.row_counting import measured_by_examples
 from soap.tracing.rules.norm import batch_norm_apply
 from soap.tracing.rules.notation import Maps
 from soap.tracing.rules.registry import target_name
 from soap.tracing.sizes import Shapes, at_sizes, is_dynamic
-from soap.tracing.sparse import find_sparse
-from soap.tracing.traffic import is_view, scattered, unwritten_bytes
+from soap.tracing.traffic import arithmetic_of, is_view, scattered, unwritten_bytes
 
 BatchNorm = Literal["global", "local"]
 """Over what training batch norm normalises: the whole batch, or each tile's own part of it."""
@@ -57,7 +53,7 @@ def import_program(
     autocast_device: ListOf = "cpu",
     batch_norm: BatchNorm = "global",
     shapes: Shapes | None = None,
-) -> ExecutableModel:
+) -> TracedModel:
     """The traced model of an exported training program that returns its scalar loss.
 
     ``batch_dims``: input name -> its batch dimension (default 0; -1: the input has none). ``plan_only``: shapes suffice, no values are
@@ -87,7 +83,7 @@ def import_program(
         _warn_if_untrained(graph)
         wanted = {t.name for t in graph.parameters}
         state = {n: exported.state_dict[n] for n in dict.fromkeys(program.parameters.values()) if n in wanted}
-        model = ExecutableModel(
+        model = TracedModel(
             graph=graph,
             parameters={n: _converted(tensor, dtype) for n, tensor in state.items()},
             buffers=program.buffers,
@@ -107,8 +103,7 @@ def import_program(
 
 
 def _unchanged(exported: ExportedProgram, program: Program, graph: OperatorGraph, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-    """The entries of the state dict that training does not change: neither parameters of the graph nor buffers that are updated. One of
-    several names is one tensor."""
+    """The entries of the state dict that training does not change. One of several names is one tensor."""
     changed = {*(t.name for t in graph.parameters), *graph.aliases, *program.buffers}
     first = {name: one for name, one in canonical_names(exported.state_dict).items() if name not in changed}
     made = {one: _converted(exported.state_dict[one], dtype) for one in dict.fromkeys(first.values())}
@@ -316,3 +311,75 @@ class _Builder:
             return TensorKind.INPUT
         known = value in self.program.constants or value in self.program.state
         return TensorKind.CONSTANT if known else TensorKind.ACTIVATION
+
+
+_REGROUPING = {"view", "reshape", "_unsafe_view", "flatten", "unflatten", "ravel"}
+
+
+def unsplit_dimensions(
+    program: Program,
+    group: Group,
+    steps: Sequence[ProgramStep],
+    reads: Sequence[tuple[str, Maps]],
+    outputs: Sequence[str],
+    tensor_names: Mapping[str, str],
+) -> tuple[Unsplit, ...]:
+    """The dimensions of an operator's tensors that none of its factors follows, outputs first; each size and reason once."""
+    made = {value: maps for step in steps for value, maps in zip(step.call.outputs, step.outputs, strict=True)}
+    result: dict[tuple[int, str], Unsplit] = {}
+    for value, maps in (*((v, made[v]) for v in outputs), *reads):
+        for dim, (size, follows) in enumerate(zip(program.values[value].shape, maps, strict=True)):
+            if size > 1 and follows.factor is None:
+                reason = _reason(program, group, value, dim)
+                result.setdefault((size, reason), Unsplit(tensor_names[value], dim, size, reason))
+    return tuple(result.values())
+
+
+def _reason(program: Program, group: Group, value: str, dim: int) -> str:
+    unknown = next((step.call for step in group.steps if not step.rule.known), None)
+    if unknown is not None:
+        return no_rule(program, unknown)
+    if value in group.made and (factor := group.made[value][dim].factor) is not None:
+        return f"only some of the operator's results follow {group.names[factor]}"
+    blamed = _blamed(program, group, value, dim)
+    return "the operator's calls split it differently" if blamed is None else _words(*blamed)
+
+
+def _words(call: Call, own: DimMap) -> str:
+    name = call.kind if not call.origin else f"{call.kind} in {call.origin}"
+    if not own.scale:
+        return f"{name} takes a fixed part of it"
+    return f"{name} splits it by an outer dimension" if call.kind in _REGROUPING else f"{name} needs it whole"
+
+
+def no_rule(program: Program, call: Call) -> str:
+    """Why a call is kept whole."""
+    name = target_name(call.target)
+    part = program.stuck.get(call.name, name)
+    return f"no rule for {name}" + (f", nor for {part} in it" if part != name else "")
+
+
+def _blamed(program: Program, group: Group, value: str, dim: int) -> tuple[Call, DimMap] | None:
+    """The nearest call whose rule does not split a dimension, or one that follows the same factor in the operator's other calls."""
+    open_dims, seen = [(value, dim)], {(value, dim)}
+    calls = [(step.call, _sides(step)) for step in group.steps]
+    while open_dims:
+        place = open_dims.pop(0)
+        for call, sides in calls:
+            for name, maps in sides:
+                if name != place[0]:
+                    continue
+                own = maps[place[1]]
+                if own.factor is None:
+                    return call, own
+                followers = [(n, d) for n, dims in sides for d, m in enumerate(dims) if m.factor == own.factor]
+                wide = [(n, d) for n, d in followers if (n, d) not in seen and program.values[n].shape[d] > 1]
+                seen.update(wide)
+                open_dims += wide
+    return None
+
+
+def _sides(step: Step) -> list[tuple[str, Maps]]:
+    """A call's values with what its own rule says of their dimensions."""
+    call, rule = step.call, step.rule
+    return [*zip(call.outputs, rule.outputs, strict=True), *zip(call.operands, rule.operands, strict=True)]

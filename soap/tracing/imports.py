@@ -19,8 +19,7 @@ def from_here(name: str) -> ModuleType:
 
 
 def import_all(names: Iterable[str], option: str) -> None:
-    """Import modules that define custom operators. ``option``: the option that named them. ModelError in one line if one cannot be
-    imported."""
+    """Import modules that define custom operators. ``option``: the option that named them. ModelError if one cannot be imported."""
     for name in names:
         try:
             from_here(name)

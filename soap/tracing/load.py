@@ -22,16 +22,15 @@ from soap.model.files import check_exists
 from soap.model.graph import OperatorGraph
 from soap.tracing.archive import plain_archive
 from soap.tracing.autocast import ListOf
-from soap.tracing.execute import ExecutableModel
+from soap.tracing.execute import TracedModel
 from soap.tracing.export import traced
 from soap.tracing.importer import BatchNorm, import_program
 from soap.tracing.imports import import_all
 from soap.tracing.naming import canonical_names
-from soap.tracing.quiet import quiet_torch
 from soap.tracing.record import NAME, ExportRecord, loads
 from soap.tracing.row_counting import measure_rows
 from soap.tracing.sizes import Shapes, is_dynamic
-from soap.tracing.torch_parts import replaced
+from soap.tracing.torch_parts import quiet_torch, replaced
 from soap.tracing.without_values import tie_again
 
 LOWER = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -52,7 +51,7 @@ def load_model(
     batch_norm: str = "global",
     matmul_precision: str | None = None,
     imports: Sequence[str] = (),
-) -> ExecutableModel:
+) -> TracedModel:
     """The traced model of a ``.pt2`` file or of a zoo model. ``plan_only`` reads shapes alone (zoo models are not even allocated).
     ``batch_dims``: input name -> batch dimension. ``dtype`` replaces all floating-point dtypes; ``autocast`` casts as
     ``torch.autocast`` to this type does on ``autocast_device`` (cpu or cuda, whose lists of calls differ); the model remembers it.
@@ -77,7 +76,7 @@ def load_model(
         return source.trace(plan_only=plan_only)
 
 
-def load_program(exported: ExportedProgram, name: str) -> ExecutableModel:
+def load_program(exported: ExportedProgram, name: str) -> TracedModel:
     """The traced model of a program in memory, with which it shares its tensors."""
     with silenced(*TRIALS):
         return ProgramSource(exported, name, Options()).trace()
@@ -106,7 +105,7 @@ class ProgramSource:
     def __init__(self, exported: ExportedProgram, name: str, options: Options) -> None:
         self.exported, self.name, self.options = exported, name, options
 
-    def trace(self, *, shapes: Shapes | None = None, dtype: torch.dtype | None = None, plan_only: bool = False) -> ExecutableModel:
+    def trace(self, *, shapes: Shapes | None = None, dtype: torch.dtype | None = None, plan_only: bool = False) -> TracedModel:
         """See ``Source``. Shapes other than the file's own need a program with symbolic sizes."""
         if shapes is not None and not is_dynamic(self.exported):
             raise ModelError("the program was exported for one batch size: soap.export(..., dynamic_batch=True) makes one for all sizes")
@@ -138,7 +137,7 @@ class FileSource(ProgramSource):
         exported, self.record = read_pt2(path)
         super().__init__(exported, path.stem, options)
 
-    def trace(self, *, shapes: Shapes | None = None, dtype: torch.dtype | None = None, plan_only: bool = False) -> ExecutableModel:
+    def trace(self, *, shapes: Shapes | None = None, dtype: torch.dtype | None = None, plan_only: bool = False) -> TracedModel:
         """See ``ProgramSource``."""
         model = super().trace(shapes=shapes, dtype=dtype, plan_only=plan_only)
         model.record = self.record
@@ -147,8 +146,7 @@ class FileSource(ProgramSource):
 
 
 def forget_parameters(exported: ExportedProgram, graph: OperatorGraph) -> None:
-    """Replace a program's values of the graph's parameters by meta tensors, one for all names of a parameter, so that whoever has the
-    parameters decides how long they are there."""
+    """Replace a program's values of the graph's parameters by meta tensors, so that whoever has the parameters decides on them."""
     names = {tensor.name for tensor in graph.parameters}
     forgotten: dict[str, torch.nn.Parameter] = {}
     for name, canonical in canonical_names(exported.state_dict).items():
@@ -164,7 +162,7 @@ class ZooSource:
     def __init__(self, spec: str, options: Options) -> None:
         self.spec, self.options = spec, options
 
-    def trace(self, *, shapes: Shapes | None = None, dtype: torch.dtype | None = None, plan_only: bool = False) -> ExecutableModel:
+    def trace(self, *, shapes: Shapes | None = None, dtype: torch.dtype | None = None, plan_only: bool = False) -> TracedModel:
         """See ``Source``. The first dimensions of the shapes give the batch."""
         spec = self.spec if shapes is None else f"{self.spec.partition('@')[0]}@{shapes[0][0]}"
         exported, name = export_zoo(spec, plan_only=plan_only)
@@ -192,7 +190,7 @@ def _imported(
     shapes: Shapes | None,
     dtype: torch.dtype | None,
     plan_only: bool,
-) -> ExecutableModel:
+) -> TracedModel:
     """The traced model, which remembers its source."""
     model = import_program(
         exported,
@@ -216,7 +214,7 @@ class PlanningSource:
 
     whole: ZooSource | ProgramSource
 
-    def trace(self, *, shapes: Shapes | None = None, dtype: torch.dtype | None = None) -> ExecutableModel:
+    def trace(self, *, shapes: Shapes | None = None, dtype: torch.dtype | None = None) -> TracedModel:
         """See ``Source``."""
         return self.whole.trace(shapes=shapes, dtype=dtype, plan_only=True)
 
@@ -256,8 +254,7 @@ def read_pt2(path: Path) -> tuple[ExportedProgram, ExportRecord]:
 
 
 def _blocks_without_results() -> AbstractContextManager[None]:
-    """Mend a block under ``no_grad`` without results, because it only changes buffers. Torch saves it but refuses to load it: the node
-    lacks a value."""
+    """Mend a block under ``no_grad`` without results, as it only changes buffers: torch saves it without a value, and cannot load it."""
 
     def make(original: Any) -> Any:
         def mended(self: Any, serialized: Any, node: torch.fx.Node) -> None:

@@ -1,11 +1,8 @@
 """The numbers of which a model's loss is a sum, each scaled by a constant: the losses of parts of a sequence, auxiliary losses.
 
 The gradient by each is constant, so that the backward pass can begin there, before these numbers have been summed over devices or
-micro-batches. What adds them up is the loss's epilogue (``OperatorGraph.epilogue``).
-
-A mean over labels may be told its own labels alone. The rule of such a call (``rules.loss``) has two ways to read: all labels, and those
-that belong to the tile's scores. The operator may compute labels from inputs before (views, slices, padding). What a tile then needs of the
-inputs follows from the call backwards, factor by factor of each rule; where a call cannot be followed, all of its operand is read.
+micro-batches. What adds them up is the loss's epilogue (``OperatorGraph.epilogue``). A mean over labels may be told its own labels alone:
+what a tile then needs of the inputs follows from the call backwards, factor by factor of each rule.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ from soap.model.graph import DimMap, OperatorGraph, TensorKind
 from soap.model.regions import volume, whole
 from soap.tracing.calls import Call, Ref, Value, results_of
 from soap.tracing.compiled import OperatorProgram, ProgramStep
-from soap.tracing.execute import ExecutableModel
+from soap.tracing.execute import TracedModel
 from soap.tracing.match import compose_all, simplified, unsplit
 from soap.tracing.rules.notation import Maps
 
@@ -95,8 +92,7 @@ def _part(made: DimMap, needed: DimMap, size: int) -> DimMap:
 
 
 def _inputs(program: OperatorProgram, steps: Sequence[ProgramStep]) -> tuple[tuple[str, Maps], ...] | None:
-    """The inputs as changed calls read them, in the order of the operator's; None if two calls that have read one region now read two, or
-    if a parameter is read otherwise."""
+    """The inputs as changed calls read them, in the operator's order; None if one is read in two ways, or a parameter otherwise."""
     changed: dict[tuple[str, Maps], Maps] = {}
     for before, after in zip(program.steps, steps, strict=True):
         for name, old, new in zip(before.call.operands, before.operands, after.operands, strict=True):
@@ -107,7 +103,7 @@ def _inputs(program: OperatorProgram, steps: Sequence[ProgramStep]) -> tuple[tup
     return tuple([(name, changed[name, maps]) for name, maps in program.inputs])
 
 
-def find_loss_terms(model: ExecutableModel) -> Mapping[str, float]:
+def find_loss_terms(model: TracedModel) -> Mapping[str, float]:
     """Number -> the loss's gradient by it, for the longest epilogue of a model; nothing if the loss is no such sum."""
     graph = model.graph
     found: set[int] = set()
@@ -138,7 +134,7 @@ def _is_linear(call: Call) -> bool:
     return scaled and "rounding_mode" not in call.kwargs
 
 
-def _coefficients(model: ExecutableModel, operators: Sequence[int], entering: Sequence[str]) -> dict[str, float]:
+def _coefficients(model: TracedModel, operators: Sequence[int], entering: Sequence[str]) -> dict[str, float]:
     """Tensor that enters the epilogue -> the loss's gradient by it, found by running the epilogue on zeros."""
     graph = model.graph
     leaves = {name: torch.zeros(graph.tensors[name].shape, dtype=torch.float64, requires_grad=True) for name in entering}

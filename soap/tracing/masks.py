@@ -1,10 +1,5 @@
-"""Masks of attention that follow from positions alone: attention that is given one is told the band of keys instead.
-
-Libraries build masks from ranges and comparisons, or keep them as buffers; ``transformers`` does so whenever a model is exported, where its
-eager modules say ``is_causal``. A mask that depends on constants alone is compared with a band, element by element, some rows at a time:
-causal, a sliding window, or all keys. Then nothing is held for it. All others stay; those that depend on inputs (padding) follow these as
-they are: picks at all positions become views, so that they are split like the samples, and attention broadcasts them itself.
-"""
+"""Masks of attention that follow from positions alone: attention that is given one is told the band of keys instead, as
+docs/internals/tracing.md says. Masks that depend on inputs (padding) stay; their picks at all positions become views, which are split."""
 
 from __future__ import annotations
 
@@ -159,8 +154,7 @@ class _Mask:
 
 
 def _band(mask: _Mask | None) -> Band | None:
-    """The band that a mask is. The first and the last row say which one it can be, and hold all distances from the diagonal; if more than
-    these may matter, all rows are compared."""
+    """The band that a mask is: the first and the last row say which it can be; all rows are compared if more may matter."""
     ends = [] if mask is None else [seen for row in (0, mask.queries - 1) if (seen := mask.seen((row, row + 1))) is not None]
     if mask is None or len(ends) < 2:
         return None

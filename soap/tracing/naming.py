@@ -34,8 +34,7 @@ def operator_names(program: Program, groups: Sequence[Group]) -> list[str]:
 
 
 def group_outputs(program: Program, groups: Sequence[Group]) -> list[list[str]]:
-    """For each group, the values that other groups need of it. Derived values, which each reader computes for itself, are never passed
-    on."""
+    """For each group, the values that other groups need of it; not derived ones, which each reader computes for itself."""
     makers = Counter(value for group in groups for value in group.made)
     needed = {name for group in groups for name in group.reads()} | {program.loss, *program.kept}
     return [[value for value in group.made if value in needed and makers[value] == 1] for group in groups]

@@ -12,13 +12,12 @@ import torch
 
 from soap.errors import ModelError
 from soap.model.dtypes import is_differentiable
-from soap.tracing.aliasing import Aliasing, changed_by, changed_together, functional
+from soap.tracing.aliasing import SAME, Aliasing, ViewOf, changed_by, changed_together, functional
 from soap.tracing.autocast import Caster, concerns
 from soap.tracing.buffers import BufferChanges, about
 from soap.tracing.calls import BufferRef, Call, Program, Ref, Target, Value, argument, is_random, kind_of, substitute
 from soap.tracing.forms import FORMS, Fake, value_of
 from soap.tracing.types import TypeMap, written_out
-from soap.tracing.views import SAME, ViewOf
 
 
 class ProgramWriter:
@@ -264,8 +263,7 @@ class NodeReader(ProgramWriter):
         return self.emit(call, like.meta["val"].shape, _counterpart(self.dtype(operands[0]), like.meta["val"].dtype))
 
     def _put(self, name: str, how: ViewOf, operands: Sequence[str], base: torch.fx.Node) -> str:
-        """Write the calls that put a view's elements back. Torch has no gradients for that with complex numbers, so it is done on their
-        parts."""
+        """Write the calls that put a view's elements back, of complex numbers on their parts: torch has no gradients for that."""
         if not (how.onto and self.dtype(operands[1]).is_complex):
             return self._view(name, how.put, operands, how.put_args, base)
         parts = [self._part(f"{name}_{part}", how, operands, base, part) for part in ("real", "imag")]
@@ -283,8 +281,7 @@ class NodeReader(ProgramWriter):
         return self.emit(call, self.shape(own[0]), self.dtype(own[0]))
 
     def _put_back(self, node: torch.fx.Node, changed: torch.fx.Node, now: str) -> None:
-        """Note that ``changed`` has a new value, and give the tensors of which it is a view their new values, up to the one that made
-        the memory."""
+        """Note that ``changed`` has a new value, and give the tensors of which it is a view theirs, up to the one that made the memory."""
         # what surrounds the changed elements, as it was before: read first, while it is up to date
         outer, around = changed, []
         while (found := self._aliasing.outer(outer)) is not None and found[1] is not None:
@@ -377,8 +374,7 @@ class NodeReader(ProgramWriter):
 
 
 def _renorm_refusal(call: Call, parameter: str) -> ModelError:
-    """Refuse lookups with ``max_norm``: they change their table, which would have to reach all that keep a part of it, before its
-    update."""
+    """Refuse lookups with ``max_norm``: they change their table, which would have to reach all that keep a part before its update."""
     number = call.args[2]
     return ModelError(
         f"a look-up with max_norm={number:g} ({call.path or call.name}) shortens rows of parameter {parameter!r} in the forward pass; "

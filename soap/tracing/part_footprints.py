@@ -100,8 +100,7 @@ class Parts:
         return _inner(size)
 
     def _at_ends(self, lengths: Sequence[int]) -> Iterator[Tile]:
-        """Tiles of these lengths that end where the image ends, along one or several of the sides that they cut, and are inside of the
-        others."""
+        """Tiles of these lengths that end where the image ends, along one or several of the sides that they cut, else inside of it."""
         cut = [i for i in sorted(self._space) if lengths[i] < self._op.factors[i].size]
         for chosen in product((False, True), repeat=len(cut)):
             if any(chosen):

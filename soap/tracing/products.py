@@ -58,8 +58,7 @@ def is_product(func: Any) -> bool:
 
 
 def first_run(run: Callable[[], Sequence[torch.Tensor]], *, whole: bool = False) -> tuple[list[torch.Tensor], Made | None]:
-    """(outputs of a tile, without autograd's graph; what a second run needs of its products). ``whole``: None, as the second run computes
-    them again."""
+    """(outputs of a tile, without autograd's graph; what a second run needs of its products). ``whole``: None, all is computed again."""
     products = _Noting()
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(products.saved, _never), nullcontext() if whole else products:
         outputs = [own.detach() for own in run()]

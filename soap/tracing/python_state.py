@@ -1,4 +1,5 @@
-"""State that Python holds: what can be reached from a module but is no parameter or buffer, and by what code.
+"""State that Python holds (what can be reached from a module but is no parameter or buffer, and by what code), and running a module so
+that all state is as before.
 
 Attributes, containers, objects, random generators, closures, default arguments, class attributes, and the globals that the methods of its
 modules name. What libraries (torch, NumPy, the standard library) keep for themselves is left out.
@@ -13,8 +14,8 @@ import random
 import sys
 from argparse import Namespace
 from collections import OrderedDict, UserDict, UserList, deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import cached_property, partial
 from types import CodeType, FunctionType, GeneratorType, MethodType, SimpleNamespace
 from typing import Any
@@ -39,8 +40,7 @@ _ITERATORS: tuple[type, ...] = (itertools.count, itertools.cycle, type(iter([]))
 
 
 class Memory:
-    """A snapshot of what ``roots`` (name -> object) held. ``values``: by path, as one writes it (``self.queue[3]``). ``codes``: of the
-    functions among it."""
+    """A snapshot of what ``roots`` (name -> object) held. ``values``: by path (``self.queue[3]``). ``codes``: of functions among it."""
 
     def __init__(self, roots: Mapping[str, Any]) -> None:
         self.values: dict[str, Any] = {}
@@ -329,3 +329,49 @@ def _pickled(value: Any) -> Any:
 def _is_foreign(module: str | None) -> bool:
     top = (module or "builtins").partition(".")[0]
     return top in ("torch", "numpy", "torchgen", "functorch") or (top in sys.stdlib_module_names and top != "__main__")
+
+
+@contextmanager
+def untouched(module: nn.Module, changed: Collection[str] = (), beside: Mapping[str, Any] | None = None) -> Iterator[Callable[[], None]]:
+    """Inside, the module has no gradients. Afterwards it is as it was, whatever a step has done to it. Gives a function that puts back
+    buffers alone, and parameters that the step changes itself.
+
+    ``changed``: names of such parameters. Those with hooks on accumulated gradients count as changed too: such a hook may be an optimizer.
+    Only these, and buffers, are copied. ``beside``: what else to put back (``Memory``). What hooks change elsewhere is not restored.
+    """
+    memory = Memory({"module": module, **(beside or {})})
+    tables = [(one._buffers, dict(one._buffers)) for one in module.modules()]
+    parameters = dict(module.named_parameters())
+    copied = [p for name, p in parameters.items() if name in changed or getattr(p, "_post_accumulate_grad_hooks", None)]
+    kept = [(t, t.detach().clone()) for t in (*module.buffers(), *copied) if has_values(t)]
+    gradients = [(p, p.grad) for p in parameters.values()]
+    for parameter in parameters.values():
+        parameter.grad = None
+
+    def put_state_back() -> None:
+        for own, table in tables:
+            own.update(table)
+        for tensor, value in kept:  # compare values: batch norm changes its statistics without a new version
+            put(tensor, value)
+
+    try:
+        yield put_state_back
+    finally:
+        memory.restore()
+        put_state_back()
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+
+@contextmanager
+def same_generators(devices: Sequence[torch.device]) -> Iterator[None]:
+    """Restore torch's, Python's and NumPy's generators afterwards, as if nothing had been drawn. ``devices``: GPUs that draw."""
+    numpy = sys.modules.get("numpy")
+    own, foreign = random.getstate(), numpy.random.get_state() if numpy is not None else None
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(own)
+        if numpy is not None:
+            numpy.random.set_state(foreign)

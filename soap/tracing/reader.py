@@ -13,7 +13,7 @@ from soap.errors import ModelError, SoapWarning
 from soap.tracing.autocast import Caster
 from soap.tracing.buffers import about, canonical_buffers, check_memory
 from soap.tracing.calls import BufferRef, Call, Program, Ref
-from soap.tracing.loss_output import loss_position, outputs_of
+from soap.tracing.example import loss_position, outputs_of
 from soap.tracing.naming import canonical_names
 from soap.tracing.nodes import NodeReader
 from soap.tracing.rules.state import keep_state, next_state
@@ -59,8 +59,7 @@ class Reader(NodeReader):
         self._check_not_decomposed()
 
     def _check_not_decomposed(self) -> None:
-        """Refuse programs in which ``run_decompositions`` has made plain results of what was detached or computed under ``no_grad``, so
-        that gradients flow there."""
+        """Refuse programs in which ``run_decompositions`` has made plain results of what was detached, so that gradients flow there."""
         moved = next((spec.target for spec in self.exported.graph_signature.output_specs if spec.kind is OutputKind.BUFFER_MUTATION), None)
         if moved is None and self.exported.dialect == "TRAINING":
             return
@@ -143,8 +142,7 @@ class Reader(NodeReader):
         return loss
 
     def _end_buffers(self) -> None:
-        """Decide what becomes of buffers. Counters that nobody reads move behind the step; other buffers that change are state; all
-        others are constants."""
+        """Decide what becomes of buffers: counters that nobody reads move behind the step, others that change are state, or constants."""
         moved = self._moved()
         check_memory(self.exported, {*moved, *self.program.buffers})
         counters = self.changes.counters(self.program, self.buffers | self._frozen)
@@ -177,8 +175,7 @@ class Reader(NodeReader):
         return found
 
     def _check_statistics(self, value: str, name: str) -> None:
-        """Running statistics change when the step is over, so nobody can have read their new values. Refuse programs in which somebody
-        does."""
+        """Refuse programs that read the new values of running statistics, which change when the step is over."""
         found = [call.name for call in self.program.calls if value in call.operands]
         found += [self.changes.found[name].last] if name in self.changes.found else []
         if found:

@@ -1,10 +1,6 @@
-"""How many rows of its sparse parameters batches touch: counted from data, so that alpha and the overlap between workers are measured.
-
-The lookups of a batch are put in a row, samples in order, and cut into 2^k pieces, as data parallelism cuts the batch among so many
-workers; further pieces are parts of samples. Lookups that belong to no sample (candidates of a sampled softmax) are cut in the same
-way. The number of different rows of a piece is averaged over all pieces and batches. Only the calls between the model's inputs and the
-indices are run.
-"""
+"""How many rows of its sparse parameters batches touch: counted from data, so that alpha and the overlap between workers are measured. The
+lookups of a batch are put in a row, samples in order, and cut into 2^k pieces, as data parallelism cuts the batch; the number of different
+rows of a piece is averaged over all pieces and batches."""
 
 from __future__ import annotations
 
@@ -19,13 +15,12 @@ from soap.model.graph import FactorKind
 from soap.model.sparse_access import HALVINGS, Lookup, RowAccess, halvings
 from soap.tracing.calls import Program, needed, results_of
 from soap.tracing.compiled import OperatorProgram, ProgramStep
-from soap.tracing.execute import ExecutableModel
+from soap.tracing.execute import TracedModel
 
 
-def measure_rows(model: ExecutableModel, batches: Iterable[Sequence[torch.Tensor]]) -> dict[str, RowAccess]:
-    """The model's sparse parameters with rows counted from these batches. Parameters whose lookups need constants without values stay
-    as they were. Batches of other shapes than the model's (a last one that is smaller) are skipped. ModelError if no batch is left, or
-    indices are out of range."""
+def measure_rows(model: TracedModel, batches: Iterable[Sequence[torch.Tensor]]) -> dict[str, RowAccess]:
+    """The sparse parameters with rows counted from these batches, unless look-ups need constants without values. Batches of other shapes
+    than the model's are skipped. ModelError if none is left, or indices are out of range."""
     shapes = [list(model.graph.tensors[name].shape) for name in model.input_names]
     counters = {name: _Counter(model, name, access) for name, access in model.graph.sparse.items()}
     known = {name: counter for name, counter in counters.items() if counter.known}
@@ -45,7 +40,7 @@ def measure_rows(model: ExecutableModel, batches: Iterable[Sequence[torch.Tensor
     return {name: known[name].result(counted) if name in known else access for name, access in model.graph.sparse.items()}
 
 
-def measured_by_examples(model: ExecutableModel) -> dict[str, RowAccess]:
+def measured_by_examples(model: TracedModel) -> dict[str, RowAccess]:
     """The same from the batch with which the model was traced, from which soap-run draws its batches if it is given none. If it looks
     up one row only, again and again, it is taken for a placeholder (``torch.zeros``), and counts stay as assumed. All counts stay if
     there is no such batch, it has no values, or it names rows that do not exist: it may only be there for its shapes."""
@@ -59,7 +54,7 @@ def measured_by_examples(model: ExecutableModel) -> dict[str, RowAccess]:
     return {name: found[name] if found[name].touched[0] > 1 else access for name, access in model.graph.sparse.items()}
 
 
-def columns_read(model: ExecutableModel, batch: Sequence[torch.Tensor], position: int) -> dict[str, int] | None:
+def columns_read(model: TracedModel, batch: Sequence[torch.Tensor], position: int) -> dict[str, int] | None:
     """By sparse parameter, the column of input ``position`` (samples, columns) whose values are the rows that it looks up. None if any
     parameter is looked up otherwise: several times, or by what is computed from the input."""
     counters = {name: _Counter(model, name, access) for name, access in model.graph.sparse.items()}
@@ -82,7 +77,7 @@ def columns_read(model: ExecutableModel, batch: Sequence[torch.Tensor], position
 class _Counter:
     """Counts for one parameter. ``indices``: the values that hold its lookups' indices."""
 
-    def __init__(self, model: ExecutableModel, name: str, access: RowAccess) -> None:
+    def __init__(self, model: TracedModel, name: str, access: RowAccess) -> None:
         self._name, self._access = name, access
         self._levels = halvings(access.indices)
         self._touched = [0] * len(self._levels)
@@ -131,7 +126,7 @@ class _Counter:
         return rows
 
 
-def _step(model: ExecutableModel, lookup: Lookup) -> ProgramStep:
+def _step(model: TracedModel, lookup: Lookup) -> ProgramStep:
     """The call that looks rows up."""
     program: OperatorProgram = model.programs[model.graph.operators[lookup.operator].name]
     value, maps = program.parameters[lookup.parameter]
@@ -144,7 +139,7 @@ def _on_meta(program: Program, value: str) -> bool:
     return any(program.constants[name].is_meta for name in read if name in program.constants)
 
 
-def _values(model: ExecutableModel, wanted: set[str], batch: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+def _values(model: TracedModel, wanted: set[str], batch: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
     """These values for a batch."""
     program = model.program
     values: dict[str, torch.Tensor] = {**model.constants, **dict(zip(program.inputs, batch, strict=True))}

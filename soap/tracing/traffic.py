@@ -1,4 +1,4 @@
-"""What kernels on GPUs neither write nor read of the values that an operator's calls pass to each other.
+"""What kernels on GPUs neither write nor read of the values that an operator's calls pass to each other; and in which type a call computes.
 
 ``Operator.saved_bytes`` is a bound of memory: every value counts, and every copy that a kernel may need. A view is no kernel, though, and
 products of matrices take operands that lie in any order of rows and columns. Copies are left that are really made: of values whose elements
@@ -7,12 +7,17 @@ do not lie in order (``scattered``), where a call asks for another shape, or ``t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
 from math import prod
 from operator import mul
 
-from soap.tracing.calls import Call, Program
+import torch
+
+from soap.model.dtypes import TF32, is_differentiable, name_of
+from soap.model.graph import PRODUCT_KINDS, is_rounded_by_default
+from soap.tracing.autocast import Autocast
+from soap.tracing.calls import Call, Program, Value
 from soap.tracing.compiled import ProgramStep
 
 _RESHAPING = frozenset({"reshape", "view", "flatten", "unflatten", "ravel", "_unsafe_view"})
@@ -78,3 +83,19 @@ def copied_bytes(call: Call, program: Program, out_of_order: Collection[str]) ->
 def _bytes(program: Program, name: str) -> int:
     value = program.values[name]
     return prod(value.shape) * value.dtype.itemsize
+
+
+def arithmetic_of(call: Call, values: Mapping[str, Value]) -> str:
+    """The type by name; empty if no operand is a floating-point number."""
+    if isinstance(call.target, Autocast):
+        return name_of(call.target.dtype)
+    dtype = next((values[name].dtype for name in call.operands if is_differentiable(values[name].dtype)), None)
+    if dtype is torch.float32 and _rounds(call.kind):
+        return TF32
+    return "" if dtype is None else name_of(dtype)
+
+
+def _rounds(kind: str) -> bool:
+    if is_rounded_by_default(kind):
+        return bool(torch.backends.cudnn.allow_tf32)
+    return kind in PRODUCT_KINDS and torch.get_float32_matmul_precision() != "highest"

@@ -1,10 +1,5 @@
 """Floating-point types of a program: which type replaces each, and calls whose results have torch's default type, with the type written
-out.
-
-In the program that ``torch.export`` records, ``torch.zeros(3)``, ``ids / 8`` or ``torch.where(mask, 1.0, 0.0)`` name no type. With the
-type written out, a program means the same whatever the default type of the process is, and its constants follow the type that replaces
-the model's.
-"""
+out: so a program means the same whatever the default type of the process is."""
 
 from __future__ import annotations
 
@@ -70,8 +65,7 @@ class TypeMap:
 
 
 def written_out(call: Call, dtype: torch.dtype, values: Mapping[str, Value], unique: Callable[[str], str], emit: Emit) -> Call:
-    """The call as one that makes a result of this type whatever torch's default type is. ``emit`` writes the calls that must come
-    before it, in names that ``unique`` makes."""
+    """The call as one whose result has this type whatever torch's default type is. ``emit`` writes calls before it, ``unique`` names."""
     if not is_differentiable(dtype):
         return call
     if not call.operands:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 
 from soap.errors import ModelError
-from soap.tracing.model import TracedModel
+from soap.tracing.execute import TracedModel
 from soap.tracing.naming import canonical_names
 from soap.tracing.without_values import REMEDY
 from soap.weights.seam import Weights

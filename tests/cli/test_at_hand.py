@@ -15,7 +15,7 @@ import pytest
 
 import soap
 from soap import api
-from soap.cli import at_hand, first_measuring, links, measuring, room, verification
+from soap.cli import at_hand, first_measuring, links, measuring, verification, wanted
 from soap.cli.at_hand import Wish, wish
 from soap.cli.first_measuring import DEFAULT_S, LINKS_SHARE, measure_first
 from soap.cli.search import main
@@ -232,7 +232,7 @@ def test_a_model_too_large_for_this_machine_is_neither_measured_nor_run(
 ) -> None:
     use_own_store(CLUSTER, monkeypatch, tmp_path_factory)
     monkeypatch.setattr(first_measuring, "_links", lambda *_: 0)
-    monkeypatch.setattr(room, "free_memory_bytes", lambda: 1000)
+    monkeypatch.setattr(wanted, "free_memory_bytes", lambda: 1000)
     assert search(tmp_path / "s.json", "--verify", "0") == 0
     assert "computations: " in (said := capsys.readouterr().err) and "are needed, and this machine has 1000 B" in said
     outcome = api.find(MODEL, CLUSTER, SearchOptions(budget=5))
@@ -255,11 +255,11 @@ def test_as_many_strategies_are_tried_together_as_fit(monkeypatch: pytest.Monkey
         return loaded + stays + sum(max(own[device].activations + own[device].buffers for own in uses) for device in (0, 1))
 
     for names in (["data_parallel", "megatron"], list(named)):
-        monkeypatch.setattr(room, "free_memory_bytes", lambda names=names: held(names))
-        assert room.together(simulator.graph, topology, simulations) == names
-    monkeypatch.setattr(room, "free_memory_bytes", lambda: held(["data_parallel", "megatron"]) - 1)
+        monkeypatch.setattr(wanted, "free_memory_bytes", lambda names=names: held(names))
+        assert wanted.together(simulator.graph, topology, simulations) == names
+    monkeypatch.setattr(wanted, "free_memory_bytes", lambda: held(["data_parallel", "megatron"]) - 1)
     with pytest.raises(RuntimeFailure, match="of memory are needed"):
-        room.together(simulator.graph, topology, simulations)
+        wanted.together(simulator.graph, topology, simulations)
 
 
 REMOTE, LOCAL, ONE, HOSTS = "p100-4x4", CLUSTER, "local:1", "emulated:2x1@200Mbit/s"

@@ -7,8 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from soap.cli.batches import ConvertedBatches, DrawnBatches, JoinedBatches, user_batches
-from soap.cli.sampled import parts_of
+from soap.cli.batches import ConvertedBatches, DrawnBatches, JoinedBatches, parts_of, user_batches
 from soap.errors import SoapError
 from soap.plan.samples import Samples
 from soap.runtime.inputs import PartBatch

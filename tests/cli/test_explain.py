@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import soap
-from soap.cli.explain import LEGEND, document, text
+from soap.cli.explanation import FACTORS_LEGEND, graph_document, graph_text
 from soap.cli.rows import LEGEND as SPARSE_LEGEND
 from soap.cli.search import main
 from soap.model.graph import Unsplit
@@ -37,7 +37,7 @@ def test_a_line_per_operator(model: Path, capsys: pytest.CaptureFixture[str]) ->
     out, err = capsys.readouterr()
     head, legend, empty, titles, *lines = out.splitlines()
     assert head == "model: 4 operators, 20 parameters, 1.44 kFLOP forward; 1 without a rule, kept whole"
-    assert (legend, empty) == (LEGEND, "")
+    assert (legend, empty) == (FACTORS_LEGEND, "")
     assert " ".join(titles.split()) == "operator kind factors parameters FLOP bytes not split (size: why)"
     assert [" ".join(line.split()) for line in lines] == [
         "up linear S b=6, A b1=4, R+ k=4, P n=4 20 768 848 B",
@@ -52,7 +52,7 @@ def test_json_is_one_document(model: Path, capsys: pytest.CaptureFixture[str]) -
     assert main([str(model), "--explain-graph", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     graph = soap.load(model, plan_only=True).graph
-    assert found == json.loads(json.dumps(document(graph)))
+    assert found == json.loads(json.dumps(graph_document(graph)))
     assert found["model"]["hash"] == graph.hash
     first, inverse = found["operators"][:2]
     assert first["factors"][2] == {"name": "k", "size": 4, "kind": "reduction", "summed": True}
@@ -66,7 +66,7 @@ def test_json_is_one_document(model: Path, capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.slow
 def test_a_model_of_the_zoo_with_hundreds_of_operators() -> None:
     graph = soap.load("zoo:nmt:tiny", plan_only=True).graph
-    operators, _, _ = text(document(graph)).partition(f"\n\n{SPARSE_LEGEND}")
+    operators, _, _ = graph_text(graph_document(graph)).partition(f"\n\n{SPARSE_LEGEND}")
     lines = operators.splitlines()
     assert len(lines) == 4 + len(graph.operators)
     assert [line.split()[0] for line in lines[4:]] == [op.name for op in graph.operators]

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 import soap
-from soap.cli.layers_on_servers import text
 from soap.cli.run import main as run
 from soap.cli.simulate import main
+from soap.cli.simulate_report import layers_text
 from tests.cli.refusals import assert_refused
 
 CLUSTER = """
@@ -73,12 +73,12 @@ def test_what_is_planned_trains_like_one_process(
 def test_what_stays_on_plain_servers_says_why() -> None:
     best = {"first": "fc", "operators": 3, "devices": ["server/gpu0"], "predicted_ns": 98 * 10**6, "front_ns": 10**6, "tail_ns": 5 * 10**5}
     found = {"friendly": False, "gain": 0.02, "least_gain": 0.1, "plain_servers_ns": 10**8, "best": best}
-    assert text(found) == (
+    assert layers_text(found) == (
         "layers on servers: 3 operators from fc on, on server/gpu0: 98.000 ms instead of 100.0 ms with plain servers, a gain of 2%, "
         "less than 10%: unfriendly, so parameters stay on plain servers\n"
         "a step computes 1.000 ms on the busiest worker, 0.500 ms on the busiest of these"
     )
-    assert "none, as no tail keeps up" in text({**found, "best": None})
+    assert "none, as no tail keeps up" in layers_text({**found, "best": None})
 
 
 def test_bad_input_is_one_line(cluster: Path, capsys: pytest.CaptureFixture[str]) -> None:

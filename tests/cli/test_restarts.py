@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 import soap
-from soap.cli import journal, spare_plans
+from soap.cli import checkpoints, spare_plans
 from soap.cli.checkpoints import Checkpoints
 from soap.cli.command import UsageError
 from soap.cli.options import Reading
@@ -92,7 +92,7 @@ class Ranks:
         steps, rank = next(self._losses, (job.steps, -1))
         assert job.journal is not None and job.checkpoints.save is not None and job.checkpoints.save_every is not None
         for step in range(first, first + steps):
-            journal.append(job.journal, step, step / 7)
+            checkpoints.note_step(job.journal, step, step / 7)
             if (step + 1) % job.checkpoints.save_every == 0 or step + 1 == first + job.steps:
                 folder = Path(job.checkpoints.save) / f"step-{step + 1:08}"
                 folder.mkdir(parents=True)
@@ -158,12 +158,12 @@ def gpt(cluster: str) -> tuple[Any, Any]:
 
 def test_a_line_that_was_not_finished_is_left_out(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    assert journal.losses(log) == {}
+    assert checkpoints.noted_losses(log) == {}
     for step, loss in ((0, 0.1), (1, 1 / 3), (0, 0.2)):
-        journal.append(str(log), step, loss)
+        checkpoints.note_step(str(log), step, loss)
     with log.open("a") as stream:
         stream.write("2 0.")
-    assert journal.losses(log) == {0: 0.2, 1: 1 / 3}
+    assert checkpoints.noted_losses(log) == {0: 0.2, 1: 1 / 3}
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 import soap
 from soap import api
 from soap.api import baselines
-from soap.cli import iteration
+from soap.cli import simulate_report
 from soap.cli.simulate import main
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
@@ -74,8 +74,8 @@ def test_says_it_to_people_too(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_rows_that_are_not_listed_are_counted() -> None:
-    devices = [{"name": f"gpu{number}", "busy_ns": 0, "peak_bytes": number} for number in range(iteration.MOST_ROWS + 4)]
-    told = iteration.text({"iteration_ns": 1, "critical_path_ns": {"compute": 1}, "devices": devices, "links": []})
+    devices = [{"name": f"gpu{number}", "busy_ns": 0, "peak_bytes": number} for number in range(simulate_report.MOST_ROWS + 4)]
+    told = simulate_report.iteration_text({"iteration_ns": 1, "critical_path_ns": {"compute": 1}, "devices": devices, "links": []})
     assert told.endswith("\n  and 4 further rows; --json has all") and "gpu15" in told and "gpu16" not in told
 
 
@@ -210,7 +210,7 @@ def test_devices_and_links_with_equal_figures_are_one_row() -> None:
     peaks = [2**20, 2**20, 2**21, 2**20]
     devices = [{"name": f"gpu{i}", "busy_ns": 5, "peak_bytes": peak, "available_bytes": 2**30} for i, peak in enumerate(peaks)]
     links = [{"name": f"link{number}", "busy_ns": 7, "bytes": 2**10} for number in range(40)]
-    told = iteration.text({"iteration_ns": 10, "critical_path_ns": {"forward": 10}, "devices": devices, "links": links})
+    told = simulate_report.iteration_text({"iteration_ns": 10, "critical_path_ns": {"forward": 10}, "devices": devices, "links": links})
     rows = [" ".join(line.split()) for line in told.splitlines()]
     assert [row for row in rows if row.startswith(("gpu", "link"))] == [
         "gpu0 and 2 more 0.000 ms 50% 1.00 MiB",

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import soap
-from soap.tracing.execute import ExecutableModel
+from soap.tracing.execute import TracedModel
 from soap.tracing.load import load_model
 from soap.tracing.model import TileContext
 
@@ -63,7 +63,7 @@ def in_float64(inputs: Sequence[Tensor]) -> list[Tensor]:
     return [one.double() if one.is_floating_point() else one for one in inputs]
 
 
-def whole_gradients(model: ExecutableModel, inputs: Sequence[Tensor], values: Mapping[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
+def whole_gradients(model: TracedModel, inputs: Sequence[Tensor], values: Mapping[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
     """Loss and gradients of the whole model in one process."""
     leaves = {name: value.detach().requires_grad_() for name, value in values.items()}
     loss = model.reference_loss(inputs, leaves, TileContext())

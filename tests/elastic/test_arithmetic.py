@@ -8,10 +8,9 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from soap.elastic import arithmetic
-from soap.elastic.arithmetic import backward, forward, means
+from soap.elastic import lookups as module
 from soap.elastic.faults import ElasticError
-from soap.elastic.lookups import Lookups
+from soap.elastic.lookups import Lookups, gradient_of_rows, means, sums_of_rows
 from soap.elastic.partitions import Partition, combine, cut, cut_at, divide, route
 from soap.elastic.shard import Shard
 from tests.elastic.drawn import batches, drawn, layers, matrix
@@ -39,7 +38,7 @@ def test_cells_compute_what_a_dense_layer_computes(data: st.DataObject) -> None:
     expected.backward(upstream)
 
     parts = route(cells, lookups)
-    sums = combine(cells, [forward(cell.of(weight).contiguous(), part) for cell, part in zip(cells, parts, strict=True)])
+    sums = combine(cells, [sums_of_rows(cell.of(weight).contiguous(), part) for cell, part in zip(cells, parts, strict=True)])
     sums.requires_grad_()
     own_bias = bias.clone().requires_grad_()
     found = torch.relu(sums + own_bias)
@@ -49,7 +48,7 @@ def test_cells_compute_what_a_dense_layer_computes(data: st.DataObject) -> None:
 
     assert sums.grad is not None and dense.grad is not None
     for cell, part, grad in zip(cells, parts, divide(cells, sums.grad), strict=True):
-        gradient = backward(part, grad)
+        gradient = gradient_of_rows(part, grad)
         assert torch.equal(gradient.rows, torch.unique(part.ids.long()))
         torch.testing.assert_close(gradient.dense(0, cell.cell[0]), cell.of(dense.grad), rtol=0, atol=1e-12)
 
@@ -61,13 +60,14 @@ def test_means_are_torchs(data: st.DataObject) -> None:
     lookups = Lookups(lookups.ids, lookups.offsets)
     dense, upstream = weight.clone().requires_grad_(), drawn([lookups.samples, weight.shape[1]], 3)
     parts = route(cells, lookups)
-    found = means(combine(cells, [forward(cell.of(weight).contiguous(), part) for cell, part in zip(cells, parts, strict=True)]), lookups)
+    sums = [sums_of_rows(cell.of(weight).contiguous(), part) for cell, part in zip(cells, parts, strict=True)]
+    found = means(combine(cells, sums), lookups)
     if lookups.entries:
         expected = F.embedding_bag(lookups.ids, dense, lookups.offsets, mode="mean", include_last_offset=True)
         expected.backward(upstream)
         torch.testing.assert_close(found, expected.detach(), rtol=0, atol=1e-12)
         for cell, part, grad in zip(cells, parts, divide(cells, upstream / lookups.counts()[:, None].clamp(min=1)), strict=True):
-            torch.testing.assert_close(backward(part, grad).dense(0, cell.cell[0]), cell.of(dense.grad), rtol=0, atol=1e-12)
+            torch.testing.assert_close(gradient_of_rows(part, grad).dense(0, cell.cell[0]), cell.of(dense.grad), rtol=0, atol=1e-12)
     else:
         assert not found.any()
 
@@ -86,7 +86,7 @@ def test_updates_of_cells_are_those_of_the_whole(name: str, data: st.DataObject)
         dense.grad = matrix(lookups, weight.shape[0]).T @ upstream
         optimizer.step()
         for shard, part, grad in zip(shards, route(cells, lookups), divide(cells, upstream), strict=True):
-            assert shard.apply(shard.checked(backward(part, grad)), lease) == lease + 1
+            assert shard.apply(shard.checked(gradient_of_rows(part, grad)), lease) == lease + 1
     for shard, cell in zip(shards, cells, strict=True):
         torch.testing.assert_close(shard.values, cell.of(dense.detach()), rtol=0, atol=1e-11)
 
@@ -95,16 +95,16 @@ def test_lazy_updates_leave_other_rows_alone() -> None:
     (cell,) = cut("table", (4, 2), 1)
     shard = Shard(cell, torch.ones(4, 2), OPTIMIZERS["momentum"], lazy=True)
     for lease, row in enumerate((1, 3)):
-        shard.apply(backward(Lookups(torch.tensor([row]), torch.tensor([0, 1])), torch.ones(1, 2)), lease)
+        shard.apply(gradient_of_rows(Lookups(torch.tensor([row]), torch.tensor([0, 1])), torch.ones(1, 2)), lease)
     assert shard.values[:, 0].tolist() == pytest.approx([1, 1 - 0.19, 1, 1 - 0.19])
 
 
 def test_contributions_are_added_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     lookups = Lookups(torch.tensor([2, 0, 2, 1, 2]), torch.tensor([0, 2, 2, 5]), torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]))
     grad = drawn([3, 2], 0, dtype=torch.float32)
-    at_once = backward(lookups, grad)
-    monkeypatch.setattr(arithmetic, "CHUNK_BYTES", 16)
-    assert torch.equal(backward(lookups, grad).values, at_once.values)
+    at_once = gradient_of_rows(lookups, grad)
+    monkeypatch.setattr(module, "CHUNK_BYTES", 16)
+    assert torch.equal(gradient_of_rows(lookups, grad).values, at_once.values)
     torch.testing.assert_close(at_once.values[2], grad[0] + 8 * grad[2])
 
 

@@ -9,28 +9,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from soap.elastic import arithmetic
 from soap.elastic.cut import Cut
 from soap.elastic.faults import ElasticError
-from soap.tracing.execute import ExecutableModel
+from soap.elastic.lookups import gradient_of_rows, sums_of_rows
+from soap.tracing.execute import TracedModel
 from soap.tracing.load import load_model
 from tests.elastic.models import Ragged, exported, in_float64, ragged_inputs, whole_gradients
 
 
-def compare(model: ExecutableModel, inputs: list[Tensor]) -> Cut:
+def compare(model: TracedModel, inputs: list[Tensor]) -> Cut:
     """The cut model with owners that this process plays itself, beside the whole one."""
     values = {name: value.detach() for name, value in model.parameters.items()}
     loss, gradients = whole_gradients(model, inputs, values)
     cut = Cut(model)
     lookups = {table: own.checked(len(values[table])) for table, own in cut.look_ups(inputs).items()}
-    sums = {table: arithmetic.forward(values[table], own) for table, own in lookups.items()}
+    sums = {table: sums_of_rows(values[table], own) for table, own in lookups.items()}
     found = cut.gradients(inputs, lookups, sums, {name: values[name] for name in cut.dense})
     assert found.loss == pytest.approx(loss, rel=1e-12)
     assert {*found.dense, *found.sums} == {*gradients}
     for name in cut.dense:
         torch.testing.assert_close(found.dense[name], gradients[name], rtol=1e-10, atol=1e-14)
     for table in cut.tables:
-        rows = arithmetic.backward(lookups[table], found.sums[table])
+        rows = gradient_of_rows(lookups[table], found.sums[table])
         own = torch.zeros_like(values[table]).index_add_(0, rows.rows, rows.values)
         torch.testing.assert_close(own, gradients[table], rtol=1e-10, atol=1e-14)
     return cut

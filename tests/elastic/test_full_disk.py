@@ -19,7 +19,7 @@ from soap.elastic.messages import Message
 from soap.elastic.partitions import cut
 from soap.elastic.store import Store
 from soap.errors import SoapWarning
-from soap.runtime.sync.row_gradient import RowGradient
+from soap.runtime.sync.row_update import RowGradient
 
 ROWS = 2**16
 (CELL,) = cut("table", (ROWS, 1), 1)

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from soap.elastic.faults import ElasticError
-from soap.elastic.leases import Dealer, Finished, Lease
-from soap.elastic.ledger import Ledger
+from soap.elastic.leases import Dealer, Finished, Lease, Ledger
 from soap.elastic.partitions import cut
 from soap.elastic.shard import Shard
 from tests.extent import MANY, USUAL

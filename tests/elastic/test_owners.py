@@ -15,10 +15,10 @@ from torch import Tensor
 from soap.elastic import owners
 from soap.elastic.faults import ElasticError
 from soap.elastic.layout import DENSE, Layout, lay_out
+from soap.elastic.leases import Steps
 from soap.elastic.messages import Kind, Message, size_bytes
 from soap.elastic.owners import Owners, whole
 from soap.elastic.server_actor import Keeping, Server
-from soap.elastic.steps import Steps
 from soap.elastic.transport import HEADER
 from soap.elastic.worker import InMemory, Source, Worker
 from tests.elastic.models import in_float64, trained_alone

@@ -19,12 +19,10 @@ from soap.elastic.clocks import Clocks
 from soap.elastic.cut import Cut
 from soap.elastic.faults import ElasticError
 from soap.elastic.plan import ElasticPlan
-from soap.elastic.simulation.bounds import rate_bound
-from soap.elastic.simulation.delays import Delays
 from soap.elastic.simulation.design import Design, Lane, bipartite, design_of, fully_connected, naive
-from soap.elastic.simulation.steady import Period, Steady, rate_of, simulate
+from soap.elastic.simulation.steady import Period, Steady, rate_bound, rate_of, simulate
 from soap.elastic.simulation.traffic import Traffic, needs_of_graph
-from soap.elastic.simulation.unroll import required, unroll
+from soap.elastic.simulation.unroll import Delays, required, unroll
 from soap.elastic.simulation.work import EstimatedWork, Work
 from soap.elastic.worker import Worker
 from soap.model.graph import OperatorGraph

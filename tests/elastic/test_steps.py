@@ -12,12 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from soap.elastic.faults import ElasticError
-from soap.elastic.leases import Dealer, Finished, Lease
+from soap.elastic.leases import Dealer, Finished, Lease, Steps
 from soap.elastic.partitions import cut
 from soap.elastic.shard import ShardState, TooOld
-from soap.elastic.steps import Steps
 from soap.elastic.store import Store
-from soap.runtime.sync.row_gradient import RowGradient
+from soap.runtime.sync.row_update import RowGradient
 from tests.elastic.drawn import drawn
 from tests.elastic.test_arithmetic import OPTIMIZERS
 from tests.elastic.test_store import assert_same, killed

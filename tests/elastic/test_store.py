@@ -25,7 +25,7 @@ from soap.elastic.partitions import Partition, cut, divide, route
 from soap.elastic.shard import Shard, ShardState, TooOld
 from soap.elastic.store import Store
 from soap.errors import SoapWarning
-from soap.runtime.sync.row_gradient import RowGradient
+from soap.runtime.sync.row_update import RowGradient
 from tests.elastic.drawn import batches, drawn
 from tests.elastic.test_arithmetic import OPTIMIZERS
 from tests.extent import FEW

@@ -27,7 +27,7 @@ from soap.emulation.network import HEADER_BYTES, MTU_BYTES
 from soap.emulation.placement import Placement, card_counters, run_evenly, working_as_rank
 from soap.emulation.quota import CpuGroups
 from soap.errors import RuntimeFailure, SoapWarning, StoppedBySignal
-from soap.runtime.system.gloo_threads import GLOO_LOOPS, GLOO_WORKERS, THREADS
+from soap.runtime.system.process import GLOO_LOOPS, GLOO_WORKERS, THREADS
 from tests.emulation.conftest import abandoned, traces
 from tests.emulation.test_hosts import boxes
 

@@ -19,7 +19,7 @@ from soap.errors import RuntimeFailure, StrategyError
 from soap.mixed.partitioning import Partitioner
 from soap.mixed.planned import strategy_of
 from soap.mixed.run.plan import WavePlan, wave_plan
-from soap.mixed.run.stage_values import Updates
+from soap.mixed.run.stage_program import Updates
 from soap.mixed.run.training import Job, Outcome, WaveServer, train
 from soap.profiles.roofline import RooflineCosts
 from soap.runtime.comm.launch import launch

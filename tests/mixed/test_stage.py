@@ -12,8 +12,7 @@ from torch import Tensor
 
 from soap.mixed.run.client import Client
 from soap.mixed.run.stage import Inbox, Item, Outbox, StageWork, What
-from soap.mixed.run.stage_program import Begun, StageProgram
-from soap.mixed.run.stage_values import StageValues, Updates
+from soap.mixed.run.stage_program import Begun, StageProgram, StageValues, Updates
 from soap.mixed.run.training import Desk
 from tests.mixed.test_run import FOUR, PAIR, plan_for
 

@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from soap.cluster.topology import Topology
 from soap.elastic.clocks import Clocks, waves_needed
 from soap.elastic.faults import ElasticError
-from soap.elastic.simulation.delays import NO_DELAYS, Delays
 from soap.elastic.simulation.steady import Period
+from soap.elastic.simulation.unroll import NO_DELAYS, Delays
 from soap.mixed.allocations import Allocation
-from soap.mixed.partitioning import Stage, WorkerPlan
-from soap.mixed.servers import Placement, placed
+from soap.mixed.partitioning import Placement, Stage, WorkerPlan, placed
 from soap.mixed.steady import MixedSteady, Training, simulate
 from tests.elastic.stars import star
 from tests.extent import USUAL

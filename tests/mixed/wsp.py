@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from soap.mixed.run.stage import Start
-from soap.tracing.execute import ExecutableModel
+from soap.tracing.execute import TracedModel
 from soap.tracing.model import TileContext
 
 Values = dict[str, Tensor]
@@ -20,7 +20,7 @@ class Emulation:
     """One process. ``starts``: by worker, of each minibatch. ``batches``: by worker and minibatch (from 1). ``rates``: learning rate of
     minibatch p."""
 
-    model: ExecutableModel
+    model: TracedModel
     starts: Sequence[Sequence[Start]]
     batches: Mapping[tuple[int, int], Sequence[Tensor]]
     wave: int

@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 
 from soap.preprocessing.engine import Options, Summary, run
-from soap.preprocessing.manager import Limits, Manager, State
+from soap.preprocessing.manager import Limits, Machine, Manager, Sample, State
 from soap.preprocessing.node import InProcess, Node, NodesTogether
-from soap.preprocessing.resources import Machine, Sample
 from soap.preprocessing.spec import Spec
 from soap.preprocessing.work import Done, Task, Work
 

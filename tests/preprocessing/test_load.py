@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from soap.preprocessing.manager import Manager, State
-from soap.preprocessing.resources import KERNEL_THREAD, Load, Machine, Sample
+from soap.preprocessing.manager import KERNEL_THREAD, Load, Machine, Manager, Sample, State
 from soap.preprocessing.work import INDEX
 
 OURS, WORKER, KERNEL, OTHER = 10, 11, 2, 99

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from soap.preprocessing.container import PreprocessError
-from soap.preprocessing.manager import WORKER_BYTES, Manager, State
+from soap.preprocessing.manager import WORKER_BYTES, Machine, Manager, Sample, State
 from soap.preprocessing.node import Lost, Node
-from soap.preprocessing.resources import Machine, Sample
 from soap.preprocessing.work import CONVERT, INDEX, Done, Task
 
 GIB = 2**30

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from soap.cli.wanted import COMPRESSED, compressions, wanted
-from soap.measure.compression_timing import matrix_of, time_compression
+from soap.measure.upkeep_timing import matrix_of, time_compression
 from soap.plan.compression.seam import LINE_BYTES, WORKS, Layout, Work, layout_of
 from soap.profiles.entries import COMPRESSION, Entry, Timing, compression_key, decode, encode
 from soap.profiles.lookup import ProfiledCosts

@@ -10,7 +10,6 @@ from soap.cluster.overheads import NO_COLD_PENALTY, NO_CPU_OVERHEAD, ColdPenalty
 from soap.cluster.presets import preset
 from soap.cluster.topology import Topology
 from soap.errors import ProfileError
-from soap.measure.link_figures import modelled_seconds, with_measured_links
 from soap.measure.link_probes import (
     COLD_PENALTIES,
     COLD_PENALTY_BYTES,
@@ -20,7 +19,9 @@ from soap.measure.link_probes import (
     Operation,
     Probe,
     fits,
+    modelled_seconds,
     probes_for,
+    with_measured_links,
 )
 from soap.simulator.communication.prices import Communication
 from tests.extent import FEW

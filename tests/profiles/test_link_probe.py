@@ -11,9 +11,8 @@ import pytest
 
 from soap.cluster.presets import local_topology
 from soap.errors import ProfileError
-from soap.measure.link_figures import with_measured_links
 from soap.measure.link_probe import LinkRates, measure_link
-from soap.measure.link_probes import Operation, probes_for, quick_probes
+from soap.measure.link_probes import Operation, probes_for, quick_probes, with_measured_links
 
 
 @pytest.fixture(autouse=True)

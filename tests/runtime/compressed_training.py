@@ -9,7 +9,7 @@ from torch import nn
 
 from benchmarks.oracles.compression import Peers
 from soap.model.regions import balanced
-from soap.runtime.compression.together import in_order
+from soap.runtime.compression.peer import in_order
 from soap.strategy.compression import Compression, Rgc
 from tests.runtime.exact_modules import Batch, Trained
 from tests.runtime.sparse_modules import Optimizer

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from soap.elastic.processes import Listener, listeners
 from soap.errors import ModelError
 from soap.plan.plan import Plan
-from soap.runtime.comm.addresses import own_address
-from soap.runtime.comm.world import close_world, open_world
+from soap.runtime.comm.world import close_world, open_world, own_address
 from soap.runtime.trainer import Trainer
 from tests.runtime.cases import Outcome, optimizer, train
 from tests.runtime.handmade import HandModel

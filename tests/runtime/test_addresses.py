@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from soap.elastic.transport import Listener, connect
-from soap.runtime.comm import addresses
-from soap.runtime.comm.addresses import own_address
+from soap.runtime.comm import world
+from soap.runtime.comm.world import own_address
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="interfaces of Linux")
 
@@ -22,9 +22,9 @@ def asked(monkeypatch: pytest.MonkeyPatch, towards: dict[str, str], others: list
         told[:] = [own, *others]
 
     monkeypatch.setenv("MASTER_ADDR", master)
-    monkeypatch.setattr(addresses.dist, "get_world_size", lambda: 1 + len(others))
-    monkeypatch.setattr(addresses.dist, "all_gather_object", gather)
-    monkeypatch.setattr(addresses, "_address_towards", towards.__getitem__)
+    monkeypatch.setattr(world.dist, "get_world_size", lambda: 1 + len(others))
+    monkeypatch.setattr(world.dist, "all_gather_object", gather)
+    monkeypatch.setattr(world, "_address_towards", towards.__getitem__)
     return own_address()
 
 
@@ -47,8 +47,8 @@ def test_the_interface_that_gloo_was_told(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_towards_addresses_of_both_kinds() -> None:
-    assert addresses._address_towards("127.0.0.1") == "127.0.0.1"
-    assert addresses._address_towards("no.such.host.invalid") == "127.0.0.1"
+    assert world._address_towards("127.0.0.1") == "127.0.0.1"
+    assert world._address_towards("no.such.host.invalid") == "127.0.0.1"
 
 
 def has_ipv6() -> bool:
@@ -62,7 +62,7 @@ def has_ipv6() -> bool:
 
 @pytest.mark.skipif(not has_ipv6(), reason="no IPv6 here")
 def test_servers_listen_and_are_reached_by_ipv6() -> None:
-    assert addresses._address_towards("::1") == "::1"
+    assert world._address_towards("::1") == "::1"
 
     def answer(frame: memoryview) -> list[Any]:
         return [bytes(frame)[::-1]]

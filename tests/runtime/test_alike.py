@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 
 from soap.errors import RuntimeFailure
-from soap.runtime.alike import EACH, EVERY, HASHES, WORDS, hashed
 from soap.runtime.comm.position import HERE
-from soap.runtime.inputs import PartBatch
+from soap.runtime.inputs import EACH, EVERY, HASHES, WORDS, PartBatch, hashed
 from soap.runtime.trainer import Trainer, mean_loss
 from tests.graph_builder import mlp
 from tests.runtime.cases import optimizer

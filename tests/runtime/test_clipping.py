@@ -8,7 +8,7 @@ import torch
 from soap.plan.plan import Plan
 from soap.plan.syncs.clipping import NORM_NAME
 from soap.runtime.trainer import Trainer
-from soap.runtime.updates.clipping import limit, squares, summed
+from soap.runtime.updates.loss_scaling import limit, squares, summed
 from tests.graph_builder import mlp
 from tests.runtime.handmade import HandModel
 from tests.runtime.plans import plan_of, split

@@ -19,7 +19,7 @@ from soap.runtime.trainer import Trainer
 from soap.strategy.compression import Compression, Rgc
 from soap.strategy.config import OpConfig, Strategy
 from soap.strategy.sync import compressed
-from soap.tracing.execute import ExecutableModel
+from soap.tracing.execute import TracedModel
 from tests.extent import every
 from tests.runtime.compressed_training import SAMPLES
 from tests.runtime.exact_modules import Trained
@@ -39,7 +39,7 @@ UNEVEN = {"three": (0, 3, 1, 1, 2, 3), "one": (0, 3, 1, 3, 2, 3), "all": (0, 0, 
 """Devices of three parts of the samples by two of the outputs: three and two readers of a region; three and one; three and three."""
 
 
-def uneven_strategy(model: ExecutableModel, devices: tuple[int, ...]) -> Strategy:
+def uneven_strategy(model: TracedModel, devices: tuple[int, ...]) -> Strategy:
     """The head is cut by samples and outputs, and its two regions have other numbers of readers."""
     strategy = by_samples(model.graph, range(4), SAMPLES)
     [op] = [op for op in model.graph.operators if op.parameters and any(factor.size == 5 for factor in op.factors)]
@@ -50,7 +50,7 @@ def uneven_strategy(model: ExecutableModel, devices: tuple[int, ...]) -> Strateg
     return strategy.with_operator(op.name, OpConfig(tuple(degrees), devices))
 
 
-def strategy_of(model: ExecutableModel, how: Compression | None, ranks: int, cut: bool | str) -> Strategy:
+def strategy_of(model: TracedModel, how: Compression | None, ranks: int, cut: bool | str) -> Strategy:
     if isinstance(cut, str):
         strategy = uneven_strategy(model, UNEVEN[cut])
     else:

@@ -25,7 +25,7 @@ from soap.simulator.lowering import build_plan
 from soap.strategy.compression import Bf16, Chunked, Compression, Int8, PowerSgd, Rgc, RgcAsq
 from soap.strategy.config import OpConfig, Strategy
 from soap.strategy.sync import compressed
-from soap.tracing.execute import ExecutableModel
+from soap.tracing.execute import TracedModel
 from tests.runtime.compressed_training import RANKS, SAMPLES, train_compressed
 from tests.runtime.exact_modules import Batch, Trained, worst
 from tests.runtime.pool import Pool
@@ -55,7 +55,7 @@ def path() -> str:
     return OF_SIX["words"]
 
 
-def strategy_of(model: ExecutableModel, how: Compression) -> Strategy:
+def strategy_of(model: TracedModel, how: Compression) -> Strategy:
     names = [tensor.name for tensor in model.graph.parameters if tensor.name not in model.graph.sparse]
     return by_samples(model.graph, range(RANKS), SAMPLES).with_changes(parameters=dict.fromkeys(names, compressed(how)))
 

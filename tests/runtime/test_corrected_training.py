@@ -16,10 +16,9 @@ from soap.errors import RuntimeFailure
 from soap.model.regions import balanced
 from soap.profiles.roofline import RooflineCosts
 from soap.runtime.check import check
-from soap.runtime.compression.dgc import Momentum, WarmUp
+from soap.runtime.compression.dgc import Momentum, WarmUp, compressed_names, require_correctable
 from soap.runtime.compression.peer import CompressedTraining
 from soap.runtime.trainer import Trainer
-from soap.runtime.updates.momentum import compressed_names, require_correctable
 from soap.simulator.lowering import build_plan
 from soap.simulator.simulate import Simulator
 from soap.simulator.tasks import TaskKind

@@ -5,9 +5,8 @@ from __future__ import annotations
 import gc
 import weakref
 
-from soap.runtime.program.actions import ActionKind
+from soap.runtime.program.actions import WHOLE_STEP, ActionKind, MicroBatch
 from soap.runtime.step.early_start import EarlyStart, Key, SyncSchedule
-from soap.runtime.step.micro_batch import WHOLE_STEP, MicroBatch
 
 SUM, FIRST, SECOND = (ActionKind.SYNC, 0), (ActionKind.COLLECT, 1), (ActionKind.SYNC, 2)
 

@@ -23,7 +23,7 @@ from soap.simulator.lowering import build_plan
 from soap.strategy.compression import Compression, Int8, PowerSgd, Rgc, RgcAsq
 from soap.strategy.config import Strategy, SyncConfig
 from soap.strategy.sync import compressed
-from soap.tracing.execute import ExecutableModel
+from soap.tracing.execute import TracedModel
 from tests.runtime.compressed_training import RANKS, SAMPLES
 from tests.runtime.exact_modules import Trained, worst
 from tests.runtime.pool import Pool
@@ -45,7 +45,7 @@ def path() -> str:
     return OF_SIX["words"]
 
 
-def strategy_of(model: ExecutableModel, sync: SyncConfig, names: tuple[str, ...] = LAYERS) -> Strategy:
+def strategy_of(model: TracedModel, sync: SyncConfig, names: tuple[str, ...] = LAYERS) -> Strategy:
     return by_samples(model.graph, range(RANKS), SAMPLES).with_changes(parameters=dict.fromkeys(names, sync))
 
 

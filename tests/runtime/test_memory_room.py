@@ -9,7 +9,8 @@ import sys
 
 import pytest
 
-from soap.runtime.system import malloc, memory_room
+from soap.runtime.system import memory_room
+from soap.runtime.system import process as malloc
 from soap.runtime.system.memory_room import LEARNED, LITTLE_BYTES, MemoryRoom, room_within
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="the GNU C library's allocator")

@@ -8,8 +8,8 @@ import torch
 
 from soap.errors import CheckpointError
 from soap.runtime.checkpoint.manifest import ParameterState
+from soap.runtime.checkpoint.rank_state import Known, join, known_here, restore
 from soap.runtime.updates.parts import Part
-from soap.runtime.updates.state import Known, join, known_here, restore
 from tests.graph_builder import mlp
 from tests.runtime.plans import plan_of, split
 
@@ -75,14 +75,14 @@ def test_what_cannot_be_kept_is_named(value: Any, words: str) -> None:
 @pytest.mark.parametrize(
     "other",
     [
-        Known("Adam", {"w": ParameterState({"lr": 2.0}, ("m",), ("step",))}, {}, {("w", "step"): 1.0}),
-        Known("Adam", {"w": ParameterState({"lr": 1.0}, (), ("step",))}, {}, {("w", "step"): 1.0}),
-        Known("Adam", {"w": ParameterState({"lr": 1.0}, ("m",), ("step",))}, {}, {("w", "step"): 2.0}),
-        Known("Adam", {"w": ParameterState({"lr": 1.0}, ("m",), ("step",))}, {("w", "m"): torch.float64}, {("w", "step"): 1.0}),
+        Known("Adam", {"w": ParameterState({"lr": 2.0}, ("m",), ("step",), {})}, {}, {("w", "step"): 1.0}),
+        Known("Adam", {"w": ParameterState({"lr": 1.0}, (), ("step",), {})}, {}, {("w", "step"): 1.0}),
+        Known("Adam", {"w": ParameterState({"lr": 1.0}, ("m",), ("step",), {})}, {}, {("w", "step"): 2.0}),
+        Known("Adam", {"w": ParameterState({"lr": 1.0}, ("m",), ("step",), {})}, {("w", "m"): torch.float64}, {("w", "step"): 1.0}),
     ],
 )
 def test_shards_of_a_parameter_must_agree(other: Known) -> None:
-    one = Known("Adam", {"w": ParameterState({"lr": 1.0}, ("m",), ("step",))}, {("w", "m"): torch.float32}, {("w", "step"): 1.0})
+    one = Known("Adam", {"w": ParameterState({"lr": 1.0}, ("m",), ("step",), {})}, {("w", "m"): torch.float32}, {("w", "step"): 1.0})
     assert join([one, one]) == one
     with pytest.raises(CheckpointError, match="differ among the shards of 'w'; expected the same numbers for a whole parameter"):
         join([one, other])
@@ -96,6 +96,6 @@ def test_ranks_must_have_one_optimizer() -> None:
 
 def test_groups_that_were_apart_cannot_become_one() -> None:
     names = [PLAN.shards[number].parameter for number in TENSORS]
-    states = {name: ParameterState({"lr": float(i)}) for i, name in enumerate(names)}
+    states = {name: ParameterState({"lr": float(i)}, (), (), {}) for i, name in enumerate(names)}
     with pytest.raises(CheckpointError, match=f"parameter '{names[1]}' was saved with lr 1.0, another of its group with 0.0; expected"):
         restore(torch.optim.SGD(list(TENSORS.values())), PARTS, states, {})

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from soap.measure.memory import peak_memory
+from soap.measure.iteration import peak_memory
 from soap.model.regions import Box, lengths, relative
 from soap.runtime.comm.packing import are_adjacent, land, pack
 from tests.strategies import boxes

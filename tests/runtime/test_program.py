@@ -15,7 +15,7 @@ from soap.plan.running.forward_order import ExecutionOrder
 from soap.plan.syncs.bucketing import sums_of_one
 from soap.runtime.program.actions import LAST_ONLY, ActionKind, part_of
 from soap.runtime.program.program import Program, compile_program
-from soap.runtime.program.sync_schedule import sync_schedule
+from soap.runtime.step.step import sync_schedule
 from soap.simulator.lowering import build_plan
 from soap.strategy.config import OpConfig, Strategy
 from soap.strategy.sync import SPARSE_ALL_GATHER, parameter_server

@@ -23,8 +23,7 @@ from soap.plan.running.forward_order import (
     sources_late,
 )
 from soap.plan.running.segments import cut_segments
-from soap.runtime.program.action_order import forward_entries, in_order
-from soap.runtime.program.actions import ActionKind
+from soap.runtime.program.actions import ActionKind, forward_entries, in_order
 from soap.runtime.program.program import everyone_knows, set_apart, sum_together
 from soap.simulator.lowering import build_plan
 from soap.strategy.config import Strategy

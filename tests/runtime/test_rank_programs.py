@@ -19,11 +19,11 @@ from soap.plan.running.activity import ValueKey
 from soap.plan.running.forward_order import ExecutionOrder
 from soap.runtime.comm.handing_out import packed, unpacked
 from soap.runtime.comm.redistribute import needed_by
+from soap.runtime.planned import RankPrograms
 from soap.runtime.program.actions import ActionKind, part_of
 from soap.runtime.program.prepared import Fetched, PreparedTile, PreparedTiles
 from soap.runtime.program.program import Program, compile_program, task_name
-from soap.runtime.program.rank_programs import RankPrograms
-from soap.runtime.program.sync_schedule import sync_schedule
+from soap.runtime.step.step import sync_schedule
 from soap.runtime.sync.shards import ShardStore
 from soap.strategy.classical import CLASSICAL
 from soap.strategy.config import Strategy

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from soap.errors import RuntimeFailure
 from soap.model.regions import Box, intersect, lengths, relative, subtract
-from soap.runtime.comm.assembling import assemble, cut
+from soap.runtime.comm.packing import assemble, cut
 from soap.runtime.comm.redistribute import SENT_TENSORS, Communicator
 from soap.runtime.comm.world import choose_backend, choose_device, open_world
-from soap.runtime.system.gloo_threads import GLOO_LOOPS
+from soap.runtime.system.process import GLOO_LOOPS
 from tests.runtime.pool import Pool
 from tests.strategies import boxes
 

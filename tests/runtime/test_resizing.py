@@ -13,8 +13,8 @@ from soap.model.graph import FactorKind, OperatorGraph
 from soap.model.regions import volume
 from soap.plan.plan import Plan, ShardSync
 from soap.profiles.roofline import RooflineCosts
+from soap.runtime.planned import resized_plan, resized_program
 from soap.runtime.program.program import compile_program
-from soap.runtime.program.resizing import resized_plan, resized_program
 from soap.simulator.lowering import build_plan, lower
 from soap.strategy.classical import CLASSICAL, random_strategy
 from soap.strategy.config import Strategy, SyncConfig

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from soap.errors import RuntimeFailure
-from soap.runtime.sync.row_gradient import RowGradient, add_up, common_rows
-from soap.runtime.sync.row_update import Updater, parallel, spares_rows
+from soap.runtime.sync.row_update import RowGradient, Updater, add_up, common_rows, parallel, spares_rows
 from tests.runtime.sparse_modules import OPTIMIZERS, Optimizer
 
 ROWS = 12

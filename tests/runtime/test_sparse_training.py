@@ -19,7 +19,7 @@ from soap.simulator.tasks import TaskKind
 from soap.strategy.classical import CLASSICAL
 from soap.strategy.config import Strategy, SyncConfig
 from soap.strategy.sync import SPARSE_ALL_GATHER, parameter_server
-from soap.tracing.execute import ExecutableModel
+from soap.tracing.execute import TracedModel
 from soap.tracing.load import load_model
 from tests.extent import often, rows_often
 from tests.runtime.exact_modules import Trained, worst
@@ -53,7 +53,7 @@ class Way:
         graph = traced(self.path).graph
         return synchronized(by_samples(graph, range(self.topology.device_count), 6), graph, self.sparse, self.dense)
 
-    def trainer(self, model: ExecutableModel | None = None, **options: bool) -> Trainer:
+    def trainer(self, model: TracedModel | None = None, **options: bool) -> Trainer:
         model = model or traced(self.path)
         factory = {**OPTIMIZERS, **WHOLE}[self.optimizer]
         return Trainer(model, (self.strategy, self.topology), optimizer=factory, lazy_sparse=self.lazy, **options)  # type: ignore[arg-type]

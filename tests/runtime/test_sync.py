@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 from soap.model.regions import lengths
 from soap.plan.plan import Plan
 from soap.runtime.comm.redistribute import Communicator, Pending, Traffic
-from soap.runtime.program.actions import ActionKind, part_of
+from soap.runtime.program.actions import ActionKind, MicroBatch, part_of
 from soap.runtime.program.program import Program, compile_program
-from soap.runtime.program.sync_schedule import sync_schedule
 from soap.runtime.step.gradients import Gradients
-from soap.runtime.step.micro_batch import MicroBatch
+from soap.runtime.step.step import sync_schedule
 from soap.runtime.sync.shards import ShardStore
 from tests.graph_builder import mlp
 from tests.runtime.plans import plan_of, split, summed

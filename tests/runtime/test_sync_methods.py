@@ -22,16 +22,16 @@ from soap.plan.plan import Plan
 from soap.plan.syncs.asking import asking_rounds
 from soap.plan.syncs.seam import method_of
 from soap.runtime.comm.redistribute import Traffic
-from soap.runtime.program.sync_schedule import sync_schedule
 from soap.runtime.step import step as steps_of_ranks
 from soap.runtime.step.early_start import SyncSchedule
+from soap.runtime.step.step import sync_schedule
 from soap.runtime.sync.seam import rank_sync
 from soap.runtime.trainer import Trainer
 from soap.simulator.lowering import build_plan
 from soap.strategy.config import Strategy, SyncConfig
 from soap.strategy.sync import ALL_REDUCE, SHARDED, SHARDED_IN_HOSTS, SHARDED_STATE, SPARSE_ALL_GATHER, compressed, parameter_server
 from soap.strategy.sync_contracts import METHODS, Contract, named
-from soap.tracing.execute import ExecutableModel
+from soap.tracing.execute import TracedModel
 from soap.tracing.export import export_model
 from tests.extent import often
 from tests.kept_models import ModelFiles
@@ -60,7 +60,7 @@ class Case:
     topology: Topology = TWO_BY_TWO
     oracle: Oracle = train_alone
 
-    def strategy(self, model: ExecutableModel, samples: int) -> Strategy:
+    def strategy(self, model: TracedModel, samples: int) -> Strategy:
         devices = range(self.topology.device_count)
         return synchronized(by_samples(model.graph, devices, samples), model.graph, self.sparse, self.dense)
 

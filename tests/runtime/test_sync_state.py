@@ -20,7 +20,7 @@ from soap.runtime.sync.seam import SyncContext
 from soap.runtime.trainer import Trainer
 from soap.strategy.config import OpConfig, Strategy, SyncConfig
 from soap.strategy.sync_contracts import METHODS, Contract
-from soap.tracing.execute import ExecutableModel
+from soap.tracing.execute import TracedModel
 from tests.runtime.exact_modules import Trained, worst
 from tests.runtime.pool import Pool
 from tests.runtime.sparse_modules import OF_SIX, OPTIMIZERS, batch_of
@@ -87,7 +87,7 @@ def registered() -> Iterator[None]:
             del sys.modules[name]
 
 
-def cut_strategy(model: ExecutableModel, ranks: int) -> Strategy:
+def cut_strategy(model: TracedModel, ranks: int) -> Strategy:
     """By samples on two ranks; on four, layers are cut by their outputs as well, so that shards and buffers are others."""
     strategy = by_samples(model.graph, range(ranks), 6)
     for op in model.graph.operators:
@@ -99,7 +99,7 @@ def cut_strategy(model: ExecutableModel, ranks: int) -> Strategy:
     return strategy
 
 
-def strategy_of(model: ExecutableModel, ranks: int) -> Strategy:
+def strategy_of(model: TracedModel, ranks: int) -> Strategy:
     feedback = SyncConfig(payload="feedback")
     return cut_strategy(model, ranks).with_changes(parameters={tensor.name: feedback for tensor in model.graph.parameters})
 

@@ -16,7 +16,7 @@ from soap.measure.tile_timing import TOGETHER, TileTimer, TileTimes
 from soap.model.graph import TensorKind
 from soap.plan.tiling import Tile, tiles_of, whole_tile
 from soap.strategy.config import OpConfig
-from soap.tracing.execute import ExecutableModel
+from soap.tracing.execute import TracedModel
 from soap.tracing.model import TileContext
 from tests.extent import often
 from tests.runtime.traced import traced
@@ -24,7 +24,7 @@ from tests.runtime.traced import traced
 CPU = torch.device("cpu")
 
 
-def parts(model: ExecutableModel, name: str, **degrees: int) -> list[Tile]:
+def parts(model: TracedModel, name: str, **degrees: int) -> list[Tile]:
     position = model.graph.index[name]
     own = tuple(degrees.get(factor.name, 1) for factor in model.graph.operators[position].factors)
     return tiles_of(model.graph, position, OpConfig(own, (0,) * prod(own)))
@@ -38,7 +38,7 @@ def timed(timer: TileTimer, tile: Tile, most_seconds: float = 0.0) -> TileTimes:
 class Watched:
     """A model that notes what its tiles are given."""
 
-    def __init__(self, model: ExecutableModel) -> None:
+    def __init__(self, model: TracedModel) -> None:
         self._model = model
         self.seen: list[tuple[Tile, list[torch.Tensor], list[torch.Tensor], tuple[torch.Tensor, ...], TileContext]] = []
         self.sparse_lookup: list[tuple[list[torch.Tensor], list[torch.Tensor], dict[int, torch.Tensor], tuple[torch.Tensor, ...]]] = []

@@ -10,7 +10,7 @@ import torch
 
 from soap import api
 from soap.cluster.presets import local_topology
-from soap.runtime.program import fused_tiles
+from soap.runtime.program import prepared
 from soap.runtime.program.program import compile_program
 from soap.runtime.trainer import Trainer
 from soap.simulator.lowering import build_plan
@@ -25,7 +25,7 @@ def _units(spec: str, name: str, devices: int, rank: int) -> list[list[str]]:
     model, topology = api.load(f"zoo:{spec}"), api.load_cluster(f"local:{devices}")
     plan = build_plan(model.graph, CLASSICAL[name](model.graph, topology), topology)
     program = compile_program(plan)
-    return [[plan.operator(plan.tiles[tile]).name for tile in unit.tiles] for unit in fused_tiles.units_of(program, model, rank).values()]
+    return [[plan.operator(plan.tiles[tile]).name for tile in unit.tiles] for unit in prepared.units_of(program, model, rank).values()]
 
 
 def test_data_parallelism_is_one_unit() -> None:
@@ -78,6 +78,6 @@ def test_flat_programs_compute_the_same(spec: str, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.long
 def test_compiled_programs_compute_the_same() -> None:
-    if fused_tiles.missing_compiler():
-        pytest.skip(f"{fused_tiles.missing_compiler()}")
+    if prepared.missing_compiler():
+        pytest.skip(f"{prepared.missing_compiler()}")
     _same("dlrm:tiny")

@@ -15,7 +15,7 @@ from soap.runtime.inputs import PartBatch
 from soap.runtime.trainer import Trainer
 from soap.runtime.training_options import TrainingOptions
 from soap.strategy.config import Strategy
-from soap.tracing.execute import ExecutableModel
+from soap.tracing.execute import TracedModel
 from soap.tracing.load import load_model
 
 Optimizer = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
@@ -28,13 +28,13 @@ Reading = tuple[tuple[str, str], ...]
 """Options of ``load_model`` and their values."""
 
 
-def traced(spec: str, dtype: str | None = "float64", reading: Reading = ()) -> ExecutableModel:
+def traced(spec: str, dtype: str | None = "float64", reading: Reading = ()) -> TracedModel:
     """A model that each rank loads once."""
     return _read(spec, dtype, reading)
 
 
 @functools.lru_cache(maxsize=32)
-def _read(spec: str, dtype: str | None, reading: Reading) -> ExecutableModel:
+def _read(spec: str, dtype: str | None, reading: Reading) -> TracedModel:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return load_model(spec, dtype=dtype, **dict(reading))  # type: ignore[arg-type]

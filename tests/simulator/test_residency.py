@@ -16,8 +16,7 @@ from soap.plan.delivery import box_bytes
 from soap.plan.memory_kinds import ALLOWANCE, MemoryKind
 from soap.plan.syncs import large_parts
 from soap.plan.syncs.parameter_server import METHOD
-from soap.runtime.comm.assembling import cut
-from soap.runtime.comm.packing import are_adjacent
+from soap.runtime.comm.packing import are_adjacent, cut
 from soap.simulator.lowering import build_plan, lower
 from soap.simulator.memory.curves import MemoryCurve
 from soap.simulator.memory.parameters import is_away, kept_shards

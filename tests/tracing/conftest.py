@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import soap
 from soap.errors import ModelError
-from soap.tracing.execute import ExecutableModel
+from soap.tracing.execute import TracedModel
 from soap.tracing.load import load_model
 from soap.tracing.rules import registered
 from tests.tracing.exporting import Exports, mean_square
@@ -22,7 +22,7 @@ from tests.tracing.exporting import Exports, mean_square
 def export(tmp_path: Path) -> Exports:
     """Exports, expects that nothing of the module, its gradients and torch's generator has changed, and reads the file."""
 
-    def run(module: nn.Module, *args: Tensor, **options: Any) -> ExecutableModel:
+    def run(module: nn.Module, *args: Tensor, **options: Any) -> TracedModel:
         for parameter in module.parameters():
             parameter.grad = torch.ones_like(parameter)
         before, generator, training = copy.deepcopy(module.state_dict()), torch.get_rng_state(), module.training

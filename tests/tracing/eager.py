@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from soap.tracing.execute import ExecutableModel
+from soap.tracing.execute import TracedModel
 from soap.tracing.model import TileContext
 from tests.tracing.programs import imported
 
@@ -27,7 +27,7 @@ def eager_step(
     return value.detach(), {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(own.items(), found, strict=True)}
 
 
-def program_step(model: ExecutableModel) -> tuple[Tensor, dict[str, Tensor]]:
+def program_step(model: TracedModel) -> tuple[Tensor, dict[str, Tensor]]:
     """The same by the plain calls of the traced program, on its example inputs."""
     parameters = {n: p.detach().clone().requires_grad_(model.graph.tensors[n].requires_grad) for n, p in model.parameters.items()}
     context = TileContext(0, 0, {n: b.clone() for n, b in model.buffers.items()})
@@ -37,7 +37,7 @@ def program_step(model: ExecutableModel) -> tuple[Tensor, dict[str, Tensor]]:
     return value.detach(), {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(wanted.items(), found, strict=True)}
 
 
-def assert_as_eager(model: ExecutableModel, loss: Tensor, gradients: Mapping[str, Tensor]) -> None:
+def assert_as_eager(model: TracedModel, loss: Tensor, gradients: Mapping[str, Tensor]) -> None:
     """The program's loss and gradients are these."""
     found, own = program_step(model)
     types = [g.dtype for g in gradients.values()]
@@ -66,7 +66,7 @@ def equals_eager(module: nn.Module, *inputs: Tensor) -> None:
             torch.testing.assert_close(parameters[name].grad, p.grad)
 
 
-def assert_equal_steps(module: nn.Module, model: ExecutableModel, x: Tensor) -> None:
+def assert_equal_steps(module: nn.Module, model: TracedModel, x: Tensor) -> None:
     """A program in float64 computes the module's loss and gradients but for the last digits."""
     loss = module(x)
     loss.backward()

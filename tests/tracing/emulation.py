@@ -16,7 +16,7 @@ from soap.model.graph import Operator, OperatorGraph, TensorKind
 from soap.model.regions import relative, whole
 from soap.plan.tiling import tiles_of
 from soap.strategy.config import OpConfig
-from soap.tracing.execute import ExecutableModel
+from soap.tracing.execute import TracedModel
 from soap.tracing.model import TileContext
 
 
@@ -37,7 +37,7 @@ def draw_configs(graph: OperatorGraph, rng: random.Random) -> dict[str, OpConfig
 
 
 def emulated_loss(
-    model: ExecutableModel,
+    model: TracedModel,
     configs: Mapping[str, OpConfig],
     inputs: Sequence[torch.Tensor],
     parameters: Mapping[str, torch.Tensor],
@@ -73,7 +73,7 @@ def emulated_loss(
 Graded = tuple[torch.Tensor, dict[str, torch.Tensor | None]]
 
 
-def graded(model: ExecutableModel, configs: Mapping[str, OpConfig] | None, seed: int = 0) -> Graded:
+def graded(model: TracedModel, configs: Mapping[str, OpConfig] | None, seed: int = 0) -> Graded:
     """Loss and gradients of the parameters: by tiles, or, without configurations, of the plain program."""
     parameters = {n: p.detach().clone().requires_grad_(is_differentiable(p.dtype)) for n, p in model.parameters.items()}
     context = TileContext(seed, 0, {n: b.clone() for n, b in model.buffers.items()})
@@ -87,7 +87,7 @@ def graded(model: ExecutableModel, configs: Mapping[str, OpConfig] | None, seed:
 
 
 def compare(
-    model: ExecutableModel,
+    model: TracedModel,
     configs: Mapping[str, OpConfig],
     tolerance: float = 1e-9,
     seed: int = 0,
@@ -115,7 +115,7 @@ def compare(
     return worst
 
 
-def kept_bytes(model: ExecutableModel) -> tuple[int, int]:
+def kept_bytes(model: TracedModel) -> tuple[int, int]:
     """What autograd keeps when the whole program runs on one device, and the graph's upper bound for it.
 
     The bound: what the operators say, with all inputs, constants, parameters and activations.

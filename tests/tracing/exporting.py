@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from soap.tracing.execute import ExecutableModel
+from soap.tracing.execute import TracedModel
 
-Exports = Callable[..., ExecutableModel]
+Exports = Callable[..., TracedModel]
 
 
 def mean_square(output: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from soap.model.graph import Operator
-from soap.tracing.execute import ExecutableModel
+from soap.tracing.execute import TracedModel
 from soap.tracing.importer import import_program
 
 
@@ -38,7 +38,7 @@ def export(module: nn.Module, *args: Any, **kwargs: Any) -> ExportedProgram:
         return torch.export.export(module, args, kwargs, strict=False)
 
 
-def imported(module: nn.Module, *args: Any, **kwargs: Any) -> ExecutableModel:
+def imported(module: nn.Module, *args: Any, **kwargs: Any) -> TracedModel:
     """The traced model of a module with example inputs, in float64."""
     return import_program(export(module, *args, **kwargs), name="model", dtype=torch.float64)
 

@@ -21,7 +21,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 from soap.errors import ModelError, SoapWarning
 from soap.model.graph import KEEP_STATE, NEXT_STATE, TensorKind
-from soap.tracing.execute import ExecutableModel
+from soap.tracing.execute import TracedModel
 from soap.tracing.importer import import_program
 from soap.tracing.load import load_model
 from soap.tracing.model import TileContext
@@ -30,7 +30,7 @@ from tests.runtime.state_modules import EXAMPLES, batches_of, module_of
 from tests.tracing.programs import Lambda, export, imported
 
 
-def assert_trains_as_eager(model: ExecutableModel, eager: nn.Module, batches: list[list[Tensor]], tolerance: float = 1e-12) -> None:
+def assert_trains_as_eager(model: TracedModel, eager: nn.Module, batches: list[list[Tensor]], tolerance: float = 1e-12) -> None:
     """Loss, every gradient and every buffer, with updates of the parameters in between."""
     parameters = {n: t.detach().clone().requires_grad_(model.graph.tensors[n].requires_grad) for n, t in model.parameters.items()}
     buffers = {name: tensor.clone() for name, tensor in model.buffers.items()}

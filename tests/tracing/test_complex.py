@@ -14,7 +14,7 @@ from torch import nn
 from soap.errors import ModelError
 from soap.model.dtypes import is_differentiable, part_of, replaced
 from soap.strategy.config import OpConfig
-from soap.tracing.execute import ExecutableModel
+from soap.tracing.execute import TracedModel
 from soap.tracing.importer import import_program
 from soap.tracing.load import load_model
 from soap.tracing.model import TileContext
@@ -27,7 +27,7 @@ from tests.tracing.random_complex import random_plane
 DOUBLE = torch.float64
 
 
-def _equals_module(model: ExecutableModel, module: nn.Module) -> None:
+def _equals_module(model: TracedModel, module: nn.Module) -> None:
     """Loss and every gradient of the program, by plain calls, are those of autograd on the module."""
     inputs = [t.clone() for t in model.example_inputs]
     module.zero_grad()
@@ -41,7 +41,7 @@ def _equals_module(model: ExecutableModel, module: nn.Module) -> None:
         torch.testing.assert_close(gradients[name], gradient, rtol=1e-9, atol=1e-11)
 
 
-def _agrees(model: ExecutableModel, seeds: int = so_many(2, 6)) -> None:
+def _agrees(model: TracedModel, seeds: int = so_many(2, 6)) -> None:
     """Tiles of each factor in 2 and 3, and at random, give the plain program's loss and gradients."""
     reference = graded(model, None)
     for degree in (2, 3):
@@ -88,7 +88,7 @@ def test_what_transforms_are_split_by(files: dict[str, str]) -> None:
 COMPLEX = torch.complex128
 
 
-def _program(forward: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> tuple[ExecutableModel, nn.Module]:
+def _program(forward: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> tuple[TracedModel, nn.Module]:
     torch.manual_seed(0)
     inner = nn.Linear(4, 4, dtype=inputs[0].dtype)
     module = Lambda(forward, inner=inner)

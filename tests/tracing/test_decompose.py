@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from soap.errors import SoapWarning
-from soap.tracing.execute import ExecutableModel
+from soap.tracing.execute import TracedModel
 from soap.tracing.model import TileContext
 from soap.tracing.rules import registry
 from tests.tracing.emulation import compare, draw_configs
@@ -39,13 +39,13 @@ def _sampled(x: Tensor) -> Tensor:
     return F.grid_sample(x, torch.tanh(x[:, :2].permute(0, 2, 3, 1)), align_corners=False)
 
 
-def _model(function: Callable[..., Any], batch: int) -> tuple[nn.Module, Tensor, ExecutableModel]:
+def _model(function: Callable[..., Any], batch: int) -> tuple[nn.Module, Tensor, TracedModel]:
     x = torch.randn(batch, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     module = Lambda(function, w=nn.Parameter(torch.arange(12.0, dtype=torch.float64).reshape(3, 4).sin()))
     return module, x, imported(module, x)
 
 
-def _exact(module: nn.Module, x: Tensor, model: ExecutableModel) -> None:
+def _exact(module: nn.Module, x: Tensor, model: TracedModel) -> None:
     for seed in range(4):
         compare(model, draw_configs(model.graph, random.Random(seed)))
     expected = module(x)

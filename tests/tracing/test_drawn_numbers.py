@@ -14,7 +14,7 @@ from soap.api import export
 from soap.measure.tile_timing import TileOperands
 from soap.plan.tiling import tiles_of
 from soap.strategy.config import OpConfig
-from soap.tracing.execute import ExecutableModel
+from soap.tracing.execute import TracedModel
 from soap.tracing.load import load_model
 
 
@@ -43,7 +43,7 @@ class Layers(nn.Module):
         return found.square().mean()
 
 
-def loaded(net: nn.Module, shape: tuple[int, ...], folder: Path) -> ExecutableModel:
+def loaded(net: nn.Module, shape: tuple[int, ...], folder: Path) -> TracedModel:
     export(net, (torch.randn(shape),), path=folder / "m.pt2", verify=False)
     return load_model(str(folder / "m.pt2"))
 

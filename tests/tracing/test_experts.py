@@ -20,7 +20,7 @@ from soap.errors import ModelError, SoapWarning
 from soap.model.graph import FactorKind
 from soap.strategy.classical import data_parallel
 from soap.strategy.config import OpConfig
-from soap.tracing.execute import ExecutableModel
+from soap.tracing.execute import TracedModel
 from soap.tracing.export import export_model
 from soap.tracing.importer import import_program
 from soap.tracing.load import load_model
@@ -115,7 +115,7 @@ def other_indices_by_hand(module: Experts, x: Tensor, weights: Tensor, ids: Tens
     return out[perm.argsort()]
 
 
-def traced(way: Callable[..., Tensor], oracle: Callable[..., Tensor] = plainly) -> tuple[Experts, Tensor, ExecutableModel]:
+def traced(way: Callable[..., Tensor], oracle: Callable[..., Tensor] = plainly) -> tuple[Experts, Tensor, TracedModel]:
     """The module by its oracle, and the program of what it is, in float64: torch exports grouped products in bfloat16 alone."""
     torch.manual_seed(0)
     module, x = Experts(way).bfloat16(), torch.randn(TOKENS, WIDTH, dtype=torch.bfloat16)
@@ -124,7 +124,7 @@ def traced(way: Callable[..., Tensor], oracle: Callable[..., Tensor] = plainly) 
     return module.double(), x.double(), model
 
 
-def same_as_eager(module: nn.Module, x: Tensor, model: ExecutableModel) -> None:
+def same_as_eager(module: nn.Module, x: Tensor, model: TracedModel) -> None:
     module.zero_grad()
     expected = module(x)
     expected.backward()

@@ -16,9 +16,8 @@ from soap.plan.tiling import tiles_of
 from soap.simulator.memory.footprint import Use, kept_places, kept_share
 from soap.strategy.config import OpConfig
 from soap.tracing import footprints
-from soap.tracing.footprints import _Trials, find_footprints
+from soap.tracing.footprints import _Trials, find_footprints, layouts_of, like
 from soap.tracing.importer import import_program
-from soap.tracing.layouts import layouts_of, like
 from soap.tracing.load import load_model
 from tests.extent import often
 from tests.tracing.emulation import kept_bytes as really_kept

@@ -14,8 +14,8 @@ from torch import nn
 
 from soap.runtime.trainer import Trainer
 from soap.strategy.classical import data_parallel
-from soap.tracing import found_later
-from soap.tracing.execute import ExecutableModel
+from soap.tracing import footprints
+from soap.tracing.execute import TracedModel
 from soap.tracing.footprints import find_footprints
 from soap.tracing.load import load_program
 from tests.runtime.pool import Pool
@@ -32,7 +32,7 @@ class Small(nn.Module):
         return (self.last(self.hidden(inputs).relu()) ** 2).mean()
 
 
-def read() -> ExecutableModel:
+def read() -> TracedModel:
     return load_program(torch.export.export(Small(), (torch.ones(4, 6),)), "small")
 
 
@@ -42,13 +42,13 @@ class Sought:
     def __init__(self) -> None:
         self.count = 0
 
-    def __call__(self, model: ExecutableModel, *, on_gpus: bool = False) -> Any:
+    def __call__(self, model: TracedModel, *, on_gpus: bool = False) -> Any:
         self.count += 1
         return find_footprints(model, on_gpus=on_gpus)
 
 
 def test_they_are_sought_once_by_whoever_asks_first() -> None:
-    with patch.object(found_later, "find_footprints", sought := Sought()):
+    with patch.object(footprints, "find_footprints", sought := Sought()):
         graph = read().graph
         assert sought.count == 0
         with torch.no_grad(), torch.device("meta"):  # wherever it is asked
@@ -70,7 +70,7 @@ def test_parameters_are_not_held_for_them() -> None:
 
 def sought_by_ranks() -> int:
     """Run on each rank: how often it has sought footprints."""
-    with patch.object(found_later, "find_footprints", sought := Sought()):
+    with patch.object(footprints, "find_footprints", sought := Sought()):
         model = read()
         topology = cluster([2], CPU)
         with Trainer(model, (data_parallel(model.graph, topology), topology), optimizer=sgd) as trainer:

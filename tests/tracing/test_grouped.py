@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from soap.tracing.calls import argument
-from soap.tracing.execute import ExecutableModel
+from soap.tracing.execute import TracedModel
 from tests.tracing.eager import assert_equal_steps
 from tests.tracing.emulation import compare, draw_configs
 from tests.tracing.programs import Lambda, imported
@@ -49,7 +49,7 @@ def attentive(key: Repeat, value: Repeat, masked: bool = False) -> tuple[Lambda,
     return module.double(), torch.randn(4, 5, 6, dtype=torch.float64)
 
 
-def is_grouped(model: ExecutableModel) -> bool:
+def is_grouped(model: TracedModel) -> bool:
     (call,) = (call for call in model.program.calls if call.kind == "scaled_dot_product_attention")
     return bool(argument(call, "enable_gqa"))
 

@@ -15,8 +15,7 @@ from soap.model.regions import relative, volume, whole
 from soap.plan.tiling import Tile, tiles_of
 from soap.simulator.memory.footprint import shares_of
 from soap.strategy.config import OpConfig
-from soap.tracing.execute import ExecutableModel
-from soap.tracing.given import given
+from soap.tracing.execute import TracedModel, given
 from soap.tracing.importer import import_program
 from soap.tracing.load import load_model
 from soap.tracing.model import TileContext
@@ -30,7 +29,7 @@ def taken(leaf: Tensor, seen: dict[int, int], place: int) -> None:
     leaf.register_hook(lambda gradient: seen.update({place: gradient.data_ptr()}))  # type: ignore[no-untyped-call]
 
 
-def really_in_rows(model: ExecutableModel, op: Operator, tile: Tile, regions: list[Tensor], context: TileContext) -> dict[int, bool]:
+def really_in_rows(model: TracedModel, op: Operator, tile: Tile, regions: list[Tensor], context: TileContext) -> dict[int, bool]:
     """Of each output, by its place, whether it lies row by row; of each parameter, and each input that lies row by row, that gets a
     gradient from a tile, whether the leaf has that gradient itself, in memory of its own."""
     first, seen = len(op.inputs), dict[int, int]()
@@ -54,7 +53,7 @@ def really_in_rows(model: ExecutableModel, op: Operator, tile: Tile, regions: li
     return found
 
 
-def compared(model: ExecutableModel, seed: int) -> Iterator[tuple[Operator, Tile, dict[int, bool], frozenset[int]]]:
+def compared(model: TracedModel, seed: int) -> Iterator[tuple[Operator, Tile, dict[int, bool], frozenset[int]]]:
     """(operator, tile, what really lies row by row, what is predicted to) of each tile of the whole operators, and of random cuts of them;
     on inputs as others have made them, and on copies, as those that come from other devices are."""
     graph, draw = model.graph, random.Random(seed)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from soap.plan.tiling import NARROW_PRODUCTS, tiles_of
 from soap.strategy.config import OpConfig
 from soap.tracing import compiled
-from soap.tracing.execute import ExecutableModel
+from soap.tracing.execute import TracedModel
 from soap.tracing.importer import BatchNorm, import_program
 from soap.tracing.model import TileContext
 from tests.extent import every
@@ -103,7 +103,7 @@ def made(name: str) -> tuple[nn.Module, Tensor]:
     return module, _images(6, 2).repeat(1, 1, 2, 3) if isinstance(module, Rows) else _images()
 
 
-def whole_tiles(model: ExecutableModel, context: TileContext) -> Graded:
+def whole_tiles(model: TracedModel, context: TileContext) -> Graded:
     """Loss and gradients by tiles that have everything."""
     parameters = {n: p.clone().requires_grad_() for n, p in model.parameters.items()}
     configs = {op.name: OpConfig((1,) * len(op.factors), (0,)) for op in model.graph.operators}

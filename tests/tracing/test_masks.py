@@ -15,7 +15,7 @@ from soap.model.graph import TensorKind
 from soap.strategy.config import OpConfig
 from soap.tracing import fold, masks
 from soap.tracing.calls import argument
-from soap.tracing.execute import ExecutableModel
+from soap.tracing.execute import TracedModel
 from soap.tracing.importer import import_program
 from soap.tracing.rules import attention as rule
 from tests.extent import every
@@ -80,7 +80,7 @@ def attentive(mask: Mask) -> tuple[Lambda, Tensor]:
     return module.double(), torch.randn(4, N, 6, dtype=torch.float64)
 
 
-def attentions(model: ExecutableModel) -> list[tuple[bool, bool]]:
+def attentions(model: TracedModel) -> list[tuple[bool, bool]]:
     """Of each attention: (whether it has a mask, whether it is causal)."""
     calls = [call for call in model.program.calls if call.kind == "scaled_dot_product_attention"]
     return [(argument(call, "attn_mask") is not None, bool(argument(call, "is_causal"))) for call in calls]

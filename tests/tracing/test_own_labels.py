@@ -14,7 +14,7 @@ from soap.model.regions import relative, volume, whole
 from soap.plan.samples import with_own_labels
 from soap.plan.tiling import tiles_of
 from soap.strategy.config import OpConfig
-from soap.tracing.execute import ExecutableModel
+from soap.tracing.execute import TracedModel
 from soap.tracing.model import TileContext
 from tests.tracing.programs import Lambda, imported
 
@@ -66,7 +66,7 @@ ALL_READ = {"two regions"}
 """Labels of which two regions are read after a call are given whole: one result would have to serve both."""
 
 
-def model_of(case: str) -> ExecutableModel:
+def model_of(case: str) -> TracedModel:
     loss, labels, shape = CASES[case]
     torch.manual_seed(0)
     weight = torch.tensor([0.5, 1.0, 2.0, 0.25, 3.0])

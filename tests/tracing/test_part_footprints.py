@@ -18,7 +18,7 @@ from soap.plan.tiling import Tile, tiles_of, windows
 from soap.simulator.memory.footprint import kept_share, shares_of
 from soap.simulator.memory.peaks import padded_bytes
 from soap.strategy.config import OpConfig
-from soap.tracing.execute import ExecutableModel
+from soap.tracing.execute import TracedModel
 from soap.tracing.footprints import LITTLE, _Trials
 from soap.tracing.importer import import_program
 from soap.tracing.model import TileContext
@@ -49,7 +49,7 @@ class Taken:
     backward: int
 
 
-def drawn(seed: int, way: str, *, transposed: bool) -> ExecutableModel:
+def drawn(seed: int, way: str, *, transposed: bool) -> TracedModel:
     """A convolution of one, two or three dimensions."""
     draw = random.Random(f"{seed} {transposed}")
     rank, groups, kernel = draw.choice((1, 2, 2, 2, 3)), draw.choice((1, 1, 1, 2)), draw.choice((1, 3, 3, 5))

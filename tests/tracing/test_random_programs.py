@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 
-from soap.tracing.execute import ExecutableModel
+from soap.tracing.execute import TracedModel
 from soap.tracing.export import exported_program
 from soap.tracing.importer import import_program
 from tests.extent import often, so_many
@@ -17,7 +17,7 @@ from tests.tracing.emulation import compare, draw_configs
 from tests.tracing.random_programs import draw_module
 
 
-def _imported(seed: int, dtype: torch.dtype | None = None) -> ExecutableModel:
+def _imported(seed: int, dtype: torch.dtype | None = None) -> TracedModel:
     module, args = draw_module(seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import soap
 from soap.errors import ModelError
 from soap.model.sparse_access import uniform
-from soap.tracing.execute import ExecutableModel
+from soap.tracing.execute import TracedModel
 from soap.tracing.importer import import_program
 from soap.tracing.row_counting import measure_rows
 from tests.extent import FEW
@@ -25,7 +25,7 @@ from tests.tracing.programs import Lambda, export, imported
 ROWS = 40
 
 
-def model_of(use: Any, *inputs: Tensor) -> ExecutableModel:
+def model_of(use: Any, *inputs: Tensor) -> TracedModel:
     tables = {"w": nn.Parameter(torch.randn(ROWS, 4)), "b": nn.Parameter(torch.randn(ROWS, 4))}
     return imported(Lambda(lambda self, *args: use(self, *args).square().mean(), **tables), *inputs)
 

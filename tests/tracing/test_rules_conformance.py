@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from soap.model.graph import Operator, OperatorGraph
 from soap.strategy.config import OpConfig
-from soap.tracing.execute import ExecutableModel
+from soap.tracing.execute import TracedModel
 from soap.tracing.importer import import_program
 from tests.extent import every
 from tests.tracing.cases import CASES, RECURRENT, Case, Probe, weighed
@@ -31,7 +31,7 @@ class _RecurrentProbe(nn.Module):
         return torch.stack([weighed(value) for value in self.inner(x)]).sum()
 
 
-def _model(module: nn.Module, inputs: tuple[Tensor, ...]) -> ExecutableModel:
+def _model(module: nn.Module, inputs: tuple[Tensor, ...]) -> TracedModel:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         exported = torch.export.export(module, inputs, strict=False)
@@ -56,13 +56,13 @@ def _configs(graph: OperatorGraph) -> Iterator[dict[str, OpConfig]]:
     yield {op.name: split(op, [min(2, f.size) for f in op.factors]) for op in graph.operators}
 
 
-def _agree(model: ExecutableModel) -> None:
+def _agree(model: TracedModel) -> None:
     reference = graded(model, None)
     for configs in _configs(model.graph):
         compare(model, configs, reference=reference)
 
 
-def _equals_module(model: ExecutableModel, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+def _equals_module(model: TracedModel, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
     """The plain program is the module: loss and gradients."""
     from soap.tracing.model import TileContext
 

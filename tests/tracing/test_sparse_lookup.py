@@ -17,7 +17,7 @@ from soap.model.regions import relative, whole
 from soap.plan.tiling import Tile, tiles_of
 from soap.strategy.classical import random_config
 from soap.strategy.config import OpConfig
-from soap.tracing.execute import ExecutableModel
+from soap.tracing.execute import TracedModel
 from soap.tracing.export import export_model
 from soap.tracing.load import load_model
 from soap.tracing.model import TileContext
@@ -25,13 +25,13 @@ from tests.runtime.sparse_modules import ROWS, batch_of, module_of
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> ExecutableModel:
+def model(tmp_path_factory: pytest.TempPathFactory) -> TracedModel:
     path = tmp_path_factory.mktemp("models") / "tables.pt2"
     export_model(module_of("tables"), batch_of(6), path=path)
     return loaded(path)
 
 
-def loaded(path: Path) -> ExecutableModel:
+def loaded(path: Path) -> TracedModel:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return load_model(path, dtype="float64")
@@ -41,14 +41,14 @@ def look_ups(graph: OperatorGraph) -> list[tuple[int, int]]:
     return sorted({(use.operator, use.parameter) for access in graph.sparse.values() for use in access.lookups})
 
 
-def inputs_of(model: ExecutableModel, tile: Tile) -> list[torch.Tensor]:
+def inputs_of(model: TracedModel, tile: Tile) -> list[torch.Tensor]:
     known = {**model.constants, **dict(zip(model.input_names, model.example_inputs, strict=True))}
     operands = model.graph.operators[tile.operator].inputs
     return [known[o.tensor][relative(box, whole(known[o.tensor].shape))] for o, box in zip(operands, tile.inputs, strict=True)]
 
 
 def both_ways(
-    model: ExecutableModel, tile: Tile, place: int, extra: Callable[[int], bool]
+    model: TracedModel, tile: Tile, place: int, extra: Callable[[int], bool]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Outputs and gradients of the table, from all rows and from those asked for and some others."""
     name = model.graph.operators[tile.operator].parameters[place].tensor
@@ -71,7 +71,7 @@ def both_ways(
     return [expected, gradients[0]], [found, gradients[1]]
 
 
-def test_any_tile_of_any_look_up(model: ExecutableModel) -> None:
+def test_any_tile_of_any_look_up(model: TracedModel) -> None:
     rng = random.Random(7)
     assert len(look_ups(model.graph)) == 8
     for position, place in look_ups(model.graph):
@@ -83,7 +83,7 @@ def test_any_tile_of_any_look_up(model: ExecutableModel) -> None:
                     torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
-def test_a_tile_asks_only_for_rows_that_it_looks_up(model: ExecutableModel) -> None:
+def test_a_tile_asks_only_for_rows_that_it_looks_up(model: TracedModel) -> None:
     """Bags of the first half of the samples, and of these what lies in one half of the rows."""
     tokens = model.example_inputs[0]
     position = next(p for p, op in enumerate(model.graph.operators) if op.name == "weighted")
@@ -114,7 +114,7 @@ def test_one_line_for_a_row_that_is_not_there(tmp_path: Path) -> None:
         model.rows_asked_for(tile, 0, [tokens[:, :3]], TileContext())
 
 
-def test_what_reads_a_tensor_otherwise_looks_nothing_up(model: ExecutableModel) -> None:
+def test_what_reads_a_tensor_otherwise_looks_nothing_up(model: TracedModel) -> None:
     position = next(p for p, op in enumerate(model.graph.operators) if op.name == "head")
     tile = tiles_of(model.graph, position, config_of(model.graph.operators[position], {}))[0]
     with pytest.raises(ModelError, match="is not looked up"):

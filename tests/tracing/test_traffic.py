@@ -17,7 +17,7 @@ from soap.plan.tiling import whole_tile
 from soap.profiles.roofline import work_seconds
 from soap.profiles.work import backward_work, forward_work
 from soap.tracing.calls import Program
-from soap.tracing.execute import ExecutableModel
+from soap.tracing.execute import TracedModel
 from soap.tracing.load import load_model
 from soap.tracing.traffic import copied_bytes, is_view, scattered
 from tests.strategies import CPU
@@ -37,7 +37,7 @@ class Lambda(nn.Module):
         return self.function(self.up(x)).square().sum()
 
 
-def loaded(function: Callable[[Tensor], Tensor], folder: Path) -> ExecutableModel:
+def loaded(function: Callable[[Tensor], Tensor], folder: Path) -> TracedModel:
     """For a batch of B samples with S steps."""
     export(Lambda(function), (torch.randn(B, S, WIDTH),), path=folder / "m.pt2", verify=False)
     return load_model(str(folder / "m.pt2"), plan_only=True)

@@ -15,7 +15,7 @@ from soap.api.weights import open_weights
 from soap.cli.run import main
 from soap.errors import ModelError
 from soap.runtime.checkpoint.checkpoint import read_state_dict
-from soap.tracing.execute import ExecutableModel
+from soap.tracing.execute import TracedModel
 from soap.tracing.model import TileContext
 from soap.weights.fitting import OneByOne
 from soap.weights.initializer import Initializer
@@ -92,7 +92,7 @@ def test_ranks_begin_with_drawn_values_or_a_checkpoint_s(
     assert again.kinds == saved.kinds
     assert all(torch.allclose(again.tensor(name), saved.tensor(name), rtol=0, atol=1e-20) for name in saved.kinds)
     given = soap.load(MODEL, weights="c")
-    assert isinstance(given, ExecutableModel)
+    assert isinstance(given, TracedModel)
     batches = islice(zoo.batches(MODEL), 2)
     losses = [float(given.reference_loss(batch, given.parameters, TileContext(0, 0, dict(given.buffers)))) for batch in batches]
     assert evaluated == {"data": MODEL, "batches": 2, "model": None, "loss": pytest.approx(sum(losses) / 2, rel=1e-5)}

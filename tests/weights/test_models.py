@@ -14,7 +14,7 @@ from torch import nn
 import soap
 from soap.cli.run import main
 from soap.errors import ModelError, SoapWarning
-from soap.tracing.execute import ExecutableModel
+from soap.tracing.execute import TracedModel
 from soap.tracing.model import TileContext
 from soap.weights.fitting import matched
 from soap.weights.safetensors_files import SafetensorsFiles
@@ -56,7 +56,7 @@ def _made(name: str, folder: Path) -> tuple[nn.Module, dict[str, str]]:
 
 
 def loss_of(model: Any) -> float:
-    assert isinstance(model, ExecutableModel)
+    assert isinstance(model, TracedModel)
     return float(model.reference_loss(model.example_inputs, model.parameters, TileContext(0, 0, dict(model.buffers))))
 
 

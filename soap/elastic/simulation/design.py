@@ -31,8 +31,7 @@ class Lane:
 
 @dataclass(frozen=True)
 class Design:
-    """``servers``: by number, the device; ``layout``: which server has what. ``in_flight``: leases of a lane at once, a wave (``Clocks``).
-    ``batch``: samples of a lease."""
+    """``servers``: devices by number; ``layout``: which has what. ``in_flight``: leases of a lane at once. ``batch``: of a lease."""
 
     lanes: tuple[Lane, ...]
     servers: tuple[int, ...]
@@ -64,8 +63,7 @@ class Design:
 
     @property
     def roles(self) -> Mapping[int, str]:
-        """By device, what it is: in the naive design "input" and "rest" instead of "worker". Who has dense variables alone beside another
-        role is no server."""
+        """By device, what it is: "input" and "rest" in the naive design, else "worker", "server". Dense variables alone make no server."""
         found: dict[int, list[str]] = {}
         for lane in self.lanes:
             for device, role in ((lane.front, "input"), (lane.rest, "rest")) if lane.front != lane.rest else ((lane.rest, "worker"),):
@@ -109,8 +107,7 @@ def bipartite(
     partitions: int | None = None,
     axis: int | Mapping[str, int] = 0,
 ) -> ElasticPlan:
-    """Workers on these devices, and on those, servers, with all tables as ``served.dealt_out`` deals them; dense variables on the first
-    servers."""
+    """Workers and servers on these devices, tables as ``served.dealt_out`` deals them; dense variables on the first servers."""
     axes = dict.fromkeys(tables_of(graph), axis) if isinstance(axis, int) else axis
     tables = {name: TableCut(axes.get(name, 0), own) for name, own in dealt_out(graph, len(servers), partitions, axes).items()}
     return ElasticPlan(tuple(workers), tuple(servers), tables, tuple(range(min(DENSE_SERVERS, len(servers)))), batch, consistency)
@@ -143,9 +140,8 @@ def naive(
 
 
 def three_designs(graph: OperatorGraph, machines: Sequence[int], consistency: Consistency, batch: int | None = None) -> dict[str, Design]:
-    """Twitter's two designs and the naive one by name, on these devices: a quarter are servers where there are some of their own; the
-    naive design has as many nodes for the rest. ``batch``: of a lease; None: workers, as many as divide it, share the graph's. The naive
-    design takes three machines."""
+    """Twitter's two designs and the naive one, which takes three machines, by name: a quarter of the devices are servers of their own, and
+    in the naive design as many have the rest. ``batch``: of a lease; None: workers share the graph's."""
     quarter = max(1, len(machines) // 4)
     servers, others = machines[:quarter], machines[quarter:]
 

@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 
 from soap.cluster.topology import Topology
 from soap.elastic.clocks import Clocks
-from soap.elastic.simulation.delays import NO_DELAYS, Delays
 from soap.elastic.simulation.design import Design
 from soap.elastic.simulation.traffic import Traffic
-from soap.elastic.simulation.unroll import Unrolled, unroll
+from soap.elastic.simulation.unroll import FRONT, NO_DELAYS, PUSH, REST, Delays, Unrolled, unroll
 from soap.elastic.simulation.work import Work
+from soap.simulator.chunks import NO_CHUNKS
 from soap.simulator.reference import play
 
 LEAST_LEASES, FIRST_LEASES, MOST_LEASES = 4, 16, 256
@@ -96,61 +96,62 @@ def simulate(
     before: float | None = None
     while True:
         played = _Played(topology, traffic, unroll(topology, traffic, work, leases, delays))
-        rate = played.samples_per_second
+        rate = played.window.samples_per_second
         error = played.error if random else 0.0
         alike = before is not None and abs(rate / before - 1) < settled
-        done = played.period is not None or (error < SETTLED_ERROR if random else alike)
+        done = played.window.period is not None or (error < SETTLED_ERROR if random else alike)
         if done or leases >= most_leases or 2 * played.tasks > most_tasks:
             return played.steady(leases, error, settled=done)
         leases, before = min(2 * leases, most_leases), rate
 
 
+class Window:
+    """The time that tells of the steady state: from ``begin_ns``, behind the warm-up, to ``end_ns``. ``finished_ns``: by lane, when
+    its leases, of ``batch`` samples each, were finished, in order. ``period``: None if they do not repeat."""
+
+    def __init__(self, finished_ns: Sequence[NDArray[np.int64]], end_ns: int, batch: int) -> None:
+        self.finished_ns, self.end_ns, self._batch = finished_ns, end_ns, batch
+        self.period = period_of([own[own <= end_ns] for own in finished_ns])
+        whole = 1 if self.period is None else self.period.duration_ns  # the latter half, of whole periods if there are any
+        self.begin_ns = end_ns // 2 if self.period is None else end_ns - max(1, end_ns // 2 // whole) * whole
+
+    @property
+    def samples_per_second(self) -> float:
+        """Of all lanes; exact if leases repeat."""
+        if self.period is not None:
+            return float(Fraction(self.period.leases * self._batch * len(self.finished_ns) * 10**9, self.period.duration_ns))
+        return 1e9 * self._batch * rate_of(self.finished_ns, self.begin_ns, self.end_ns)
+
+
 class _Played:
-    """Unrolled leases with their times. What comes after ``end_ns``, when a lane has no more leases, says nothing of the steady state."""
+    """Unrolled leases with their times. What comes after a lane has no more leases says nothing of the steady state."""
 
     def __init__(self, topology: Topology, traffic: Traffic, unrolled: Unrolled) -> None:
         self._topology, self._design, self._unrolled = topology, traffic.design, unrolled
         schedule = play(unrolled.tasks, topology)
         self.tasks = len(unrolled.tasks)
         self._start_ns, self._end_ns = schedule.start_ns, schedule.end_ns
-        self._finished = [np.sort(self._end_ns[list(own)]) for own in unrolled.ends]
-        self.end_ns = int(min(own[-1] for own in self._finished))
-        self._counted = [own[own <= self.end_ns] for own in self._finished]
-        self.period = period_of(self._counted)
-        self._begin_ns = self._window()
-
-    @property
-    def samples_per_second(self) -> float:
-        """Of all lanes, behind the warm-up."""
-        batch = self._design.batch
-        if self.period is not None:
-            per_ns = Fraction(self.period.leases * batch * len(self._design.lanes), self.period.duration_ns)
-            return float(per_ns * 10**9)
-        return 1e9 * batch * rate_of(self._finished, self._begin_ns, self.end_ns)
+        finished = [np.sort(self._end_ns[list(own)]) for own in unrolled.ends]
+        self.window = Window(finished, int(min(own[-1] for own in finished)), self._design.batch)
+        self._begin_ns, self._last_ns = self.window.begin_ns, self.window.end_ns
 
     @property
     def error(self) -> float:
         """The rate's relative standard error, from those of parts of the window, which are long enough to be nearly independent."""
-        borders = np.linspace(self._begin_ns, self.end_ns, PARTS + 1)
-        rates = np.array([rate_of(self._finished, begin, end) for begin, end in pairwise(borders)])
-        if rates.mean() * (borders[1] - borders[0]) < LEASES_OF_PART * len(self._finished):
+        borders, finished = np.linspace(self._begin_ns, self._last_ns, PARTS + 1), self.window.finished_ns
+        rates = np.array([rate_of(finished, begin, end) for begin, end in pairwise(borders)])
+        if rates.mean() * (borders[1] - borders[0]) < LEASES_OF_PART * len(finished):
             return inf
         return float(rates.std(ddof=1) / sqrt(PARTS) / rates.mean())
 
-    def _window(self) -> int:
-        """From when on it counts: the latter half, of whole periods if there are any."""
-        if self.period is None:
-            return self.end_ns // 2
-        return self.end_ns - max(1, self.end_ns // 2 // self.period.duration_ns) * self.period.duration_ns
-
     def steady(self, leases: int, error: float, *, settled: bool) -> Steady:
         """All figures."""
-        length = self.end_ns - self._begin_ns
+        length = self._last_ns - self._begin_ns
         devices, links = self._topology.device_count, len(self._topology.links)
         busy, sizes = np.zeros(devices + links, np.int64), np.zeros(links, np.int64)
         ports = {devices + port.link: port.device for port in self._topology.ports}
         for position, task in enumerate(self._unrolled.tasks):
-            held = min(int(self._end_ns[position]) - task.latency_ns, self.end_ns) - max(int(self._start_ns[position]), self._begin_ns)
+            held = min(int(self._end_ns[position]) - task.latency_ns, self._last_ns) - max(int(self._start_ns[position]), self._begin_ns)
             for resource in task.resources:
                 if resource < devices + links:
                     busy[resource] += max(0, held)
@@ -162,8 +163,8 @@ class _Played:
         idle = {device: max(0.0, 1 - int(busy[device]) / length) for device in self._design.roles}
         waiting = tuple(self._waiting_ns(lane) for lane in range(len(self._design.lanes)))
         moved, held_share = tuple((sizes // leases).tolist()), tuple((busy[devices:] / length).tolist())
-        rate = self.samples_per_second
-        return Steady(self._design, rate, self.period, leases, settled, idle, waiting, self._staleness(), moved, held_share, error)
+        rate, period = self.window.samples_per_second, self.window.period
+        return Steady(self._design, rate, period, leases, settled, idle, waiting, self._staleness(), moved, held_share, error)
 
     def _waiting_ns(self, lane: int) -> float:
         """Mean time between the end of what a lane itself waits for and a lease's start."""
@@ -171,7 +172,7 @@ class _Played:
             (int(self._start_ns[start]), 0 if before < 0 else int(self._end_ns[before]))
             for start, before in zip(self._unrolled.starts[lane], self._unrolled.own[lane], strict=True)
         ]
-        counted = [start - before for start, before in own if self._begin_ns <= start <= self.end_ns]
+        counted = [start - before for start, before in own if self._begin_ns <= start <= self._last_ns]
         return sum(counted) / len(counted) if counted else 0.0
 
     def _staleness(self) -> Counter[int]:
@@ -182,7 +183,7 @@ class _Played:
         clocks = Clocks(range(len(starts)), self._design.consistency.bound, self._design.in_flight)
         before: Counter[int] | None = None
         for time_ns, begins, lane in sorted(events):
-            if time_ns > self.end_ns:
+            if time_ns > self._last_ns:
                 break
             if time_ns >= self._begin_ns and before is None:
                 before = clocks.missing.copy()
@@ -207,3 +208,29 @@ def period_of(finished_ns: Sequence[NDArray[np.int64]]) -> Period | None:
         if (steps == steps[0]).all():
             return Period(leases, int(steps[0]))
     return None
+
+
+def rate_bound(topology: Topology, traffic: Traffic, work: Work, *, alike: bool) -> float:
+    """No more samples per second than this, without random delays and without playing anything. ``alike``: all lanes do as many leases.
+
+    A lane does its leases one after the other, each no quicker than its longest chain of tasks, and than its phases: what is read comes
+    before the rest, what is pushed behind it, and no device or link serves a phase quicker than what the lease's own tasks hold it for.
+    Where all lanes go on alike, none is quicker than the resource that their leases together hold longest.
+    """
+    design = traffic.design
+    unrolled = unroll(topology, traffic, work, 1, shortest_chunk_ns=NO_CHUNKS)
+    every, chain_ns = Counter[int](), list[int]()
+    phases = [[Counter[int](), Counter[int]()] for _ in design.lanes]
+    computed_ns = [2 * work.control_ns + work.front_ns(lane) + work.rest_ns(lane) for lane in design.lanes]
+    for task in unrolled.tasks:
+        phase, lane = task.id[0], task.id[3]
+        chain_ns.append(task.duration_ns + max((chain_ns[before] for before in task.predecessors), default=0))
+        held = dict.fromkeys(task.resources, task.held_ns)
+        every.update(held)
+        if phase not in (FRONT, REST):
+            phases[lane][phase >= PUSH].update(held)
+    alone = 0.0
+    for lane, (end,) in enumerate(unrolled.ends):
+        read, pushed = (max(own.values(), default=0) for own in phases[lane])
+        alone += 1e9 * design.batch * design.in_flight / max(chain_ns[end], computed_ns[lane] + read + pushed)
+    return min(alone, 1e9 * design.batch * len(design.lanes) / max(every.values()) if alike else inf)

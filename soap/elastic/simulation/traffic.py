@@ -55,8 +55,7 @@ class Needs:
 
 
 def needs_of_graph(graph: OperatorGraph, tables: Sequence[str], batch: int) -> Needs:
-    """What a lease of ``batch`` samples asks for, by the shapes of a graph for as many or a multiple. ElasticError in one line if its
-    batch is none."""
+    """What a lease of ``batch`` samples asks for, by the shapes of a graph. ElasticError if ``batch`` does not divide the graph's."""
     samples = samples_of(graph) or batch
     if batch < 1 or samples % batch:
         raise ElasticError(f"leases of {batch} samples of a model for {samples}; expected a number that divides it")

@@ -15,12 +15,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from math import log1p, sqrt
 from typing import TypeVar
+
+import numpy as np
 
 from soap.cluster.topology import Topology
 from soap.elastic.clocks import waves_needed
+from soap.elastic.faults import ElasticError
 from soap.elastic.layout import Place
-from soap.elastic.simulation.delays import NO_DELAYS, Delays
 from soap.elastic.simulation.design import Design
 from soap.elastic.simulation.traffic import Traffic
 from soap.elastic.simulation.work import Work
@@ -28,6 +31,33 @@ from soap.simulator.communication.prices import Communication
 from soap.simulator.communication.servers import first_cores
 from soap.simulator.task_list import TaskList
 from soap.simulator.tasks import Task, TaskKind
+
+
+@dataclass(frozen=True)
+class Delays:
+    """A lane's computations for a lease take a random factor of their time, with mean 1 and standard deviation ``spread``, log-normal,
+    drawn for each lease by itself from ``seed``: the same however many leases are drawn."""
+
+    spread: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.spread <= 10 or self.seed < 0:
+            raise ElasticError(f"delays of spread {self.spread:g} with seed {self.seed}; expected 0 to 10, and a seed from 0 on")
+
+    def factors(self, lanes: int, leases: int) -> list[list[float]]:
+        """[lane][lease]."""
+        if not self.spread:
+            return [[1.0] * leases for _ in range(lanes)]
+        sigma = sqrt(log1p(self.spread**2))
+        return [
+            np.exp(sigma * np.random.default_rng([self.seed, lane]).standard_normal(leases) - sigma**2 / 2).tolist()
+            for lane in range(lanes)
+        ]
+
+
+NO_DELAYS = Delays()
+
 
 DEAL, FRONT, BATCH, ASK, UPDATE, LOOK_UP, SUMS, PULL, COPY, VALUES, REST, PUSH, GRADIENT, COUNT, COUNTED, DONE = range(16)
 """Phases of a lease, the first part of a task's id: of tasks that are ready at once, those of earlier phases come first."""
@@ -53,8 +83,7 @@ class Unrolled:
 
 
 def required(design: Design, lease: int) -> range:
-    """Which leases (from 0 on) of each lane must be done before a lane's lease of this number may begin: a wave of them, before which there
-    are no others (``Clocks.may_start``)."""
+    """Which leases of each lane must be done before a lane's lease of this number may begin: a wave of them (``Clocks.may_start``)."""
     wave = design.in_flight
     waves = waves_needed(lease, wave, design.consistency.bound)
     return range((waves - 1) * wave, waves * wave) if waves > 0 else range(0)

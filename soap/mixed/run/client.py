@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from soap.elastic.faults import ElasticError
-from soap.elastic.messages import Kind, Message, decode, encode
+from soap.elastic.messages import Kind, Message, checked, decode, encode
 from soap.elastic.transport import Connection, connect
 from soap.mixed.run.plan import Piece, WavePlan
 
@@ -87,10 +86,10 @@ class Client:
         """The answers of all servers that have something of the stage's parameters."""
         for server in self._used():
             self._peer(server).send(encode(make(server, self._numbers[server])))
-        return {server: _checked(decode(self._peer(server).receive()), expected) for server in self._used()}
+        return {server: checked(decode(self._peer(server).receive()), expected) for server in self._used()}
 
     def _ask_desk(self, question: Message) -> Message:
-        return _checked(decode(self._peer(0).ask(encode(question))), Kind.STARTED)
+        return checked(decode(self._peer(0).ask(encode(question))), Kind.STARTED)
 
     def _peer(self, server: int) -> Connection:
         if server not in self._connections:
@@ -120,9 +119,3 @@ def _places(
 
 def _whole(numbers: Sequence[int]) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int64)
-
-
-def _checked(answer: Message, expected: Kind) -> Message:
-    if answer.kind is not expected:
-        raise ElasticError(f"a server has answered {answer.kind.name}; expected {expected.name}: are all processes of one version?")
-    return answer

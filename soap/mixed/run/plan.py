@@ -9,9 +9,8 @@ from functools import cached_property
 
 from soap.cluster.topology import Topology
 from soap.errors import StrategyError
-from soap.mixed.partitioning import kept_minibatches
+from soap.mixed.partitioning import Placement, kept_minibatches
 from soap.mixed.planned import minibatch_of, stages_of
-from soap.mixed.servers import Placement
 from soap.model.batch import sample_factor
 from soap.model.graph import KEEP_STATE, NEXT_STATE, OperatorGraph, TensorKind
 from soap.model.regions import Interval, balanced
@@ -21,9 +20,8 @@ from soap.strategy.consistency import parse
 
 @dataclass(frozen=True)
 class Stage:
-    """Operators ``first`` to ``end`` (which is not in it) of the graph, on a device. ``parameters``: which of the trained ones it reads, in
-    the graph's order. ``receives``, ``sends``: activations from the stage before and to the next one, those included that it only hands
-    on."""
+    """Operators ``first`` to ``end`` (excluded) of the graph, on a device. ``parameters``: trained ones that it reads, in the graph's
+    order. ``receives``, ``sends``: activations from the stage before and to the next one, also those only handed on."""
 
     device: int
     first: int
@@ -101,8 +99,7 @@ class WavePlan:
 
 
 def wave_plan(strategy: Strategy, graph: OperatorGraph, topology: Topology) -> WavePlan:
-    """The plan of a strategy with virtual workers. ``graph``: of all workers' minibatches together. StrategyError in one line, naming the
-    parameter or operator, for what workers cannot run."""
+    """The plan of a strategy with virtual workers. ``graph``: of all minibatches together. StrategyError for what they cannot run."""
     cut, workers = stages_of(strategy, graph), strategy.workers
     assert workers is not None
     _require_plain(strategy, graph)

@@ -28,8 +28,7 @@ from soap.elastic.waves import Push
 from soap.mixed.partitioning import READ_AHEAD
 from soap.mixed.run.client import Client
 from soap.mixed.run.plan import WavePlan
-from soap.mixed.run.stage_program import Begun, StageProgram
-from soap.mixed.run.stage_values import StageValues, Updates
+from soap.mixed.run.stage_program import Begun, StageProgram, StageValues, Updates
 from soap.runtime.comm import signs
 from soap.runtime.comm.signs import LOOK_S
 from soap.runtime.system import clock
@@ -244,8 +243,7 @@ class StageWork:
         self._asked, self._version, self._least = finished, values.version, values.version
 
     def run(self, evenly: Callable[[], None] | None = None) -> None:
-        """All minibatches, until this stage has done them and servers have its whole waves. ``evenly``: called when its threads are
-        there."""
+        """All minibatches, until servers have this stage's whole waves. ``evenly``: called when its threads are there."""
         threads, sending = self._threads(), self._inbox.thread("sent", self._outbox.wait_all)
         if evenly is not None:
             evenly()

@@ -29,11 +29,9 @@ from soap.mixed.run import saved
 from soap.mixed.run.client import Addresses, Client
 from soap.mixed.run.plan import WavePlan
 from soap.mixed.run.stage import Seen, StageWork
-from soap.mixed.run.stage_program import StageProgram
-from soap.mixed.run.stage_values import StageValues, Updates
+from soap.mixed.run.stage_program import StageProgram, StageValues, Updates
 from soap.runtime.comm import signs
-from soap.runtime.comm.addresses import own_address
-from soap.runtime.comm.world import close_world, open_world
+from soap.runtime.comm.world import close_world, open_world, own_address
 from soap.runtime.updates.optimizers import OptimizerFactory, ScheduleFactory
 
 LATEST = -1
@@ -43,8 +41,7 @@ LOOK_S = 1.0
 
 
 class Desk:
-    """The clocks of all workers, asked by heads of workers from threads of the first server. ``finished``: minibatches that each worker has
-    finished before, whole waves of which servers have."""
+    """The clocks of all workers, asked by their heads. ``finished``: minibatches of each before, whose whole waves servers have."""
 
     def __init__(self, plan: WavePlan, finished: int = 0) -> None:
         self._plan, self._changed = plan, threading.Condition()
@@ -199,9 +196,8 @@ class Job:
 
 @dataclass
 class Outcome:
-    """``seen``: of all stages. ``missing``: see ``Clocks``. ``finished``: minibatches of each worker, those of earlier runs included.
-    ``parameters``: by name, and batch norm's buffers as worker 0 has them, if asked for. ``server_pushes``: pushes of pieces that have
-    counted, by server."""
+    """``seen``: of all stages. ``missing``: see ``Clocks``. ``finished``: minibatches of each worker in all. ``parameters``: by name, and
+    batch norm's buffers as worker 0 has them, if asked for. ``server_pushes``: pushes of pieces, by server."""
 
     seen: list[Seen]
     missing: Counter[int]

@@ -2,11 +2,8 @@
 
 Tensors are named as in the user's model: ``model.<parameter or buffer>``, ``optim.state.<parameter>.<key>`` and, for methods of
 synchronization with a state, ``sync.state.<parameter>.<name>`` (of compressed parameters one for each rank, see ``rank_state``). Each is
-stored in its full shape; ranks write and read regions of it. A checkpoint also holds the step and the seed. These two are the whole state
-of random numbers: dropout is a function of (seed, step, call).
-
-Methods of synchronization keep state of their own. Each of its tensors is a region of one that has the parameter's shape, like the
-optimizer's state. A plan whose methods have no state of that name ignores it. A method whose state is missing in a checkpoint starts fresh.
+stored in its full shape; ranks write and read regions of it. State that a plan's methods do not have is ignored; what is missing begins
+afresh. Step and seed are the whole state of random numbers.
 """
 
 from __future__ import annotations
@@ -27,8 +24,8 @@ from soap.model.regions import lengths, subtract, volume, whole
 from soap.plan.plan import Plan
 from soap.runtime.checkpoint.folder import MANIFEST, begin, discard, publish, resolve, unwritable
 from soap.runtime.checkpoint.manifest import (
+    NO_STATE,
     Manifest,
-    ParameterState,
     damaged,
     model_name,
     read_manifest,
@@ -36,18 +33,28 @@ from soap.runtime.checkpoint.manifest import (
     state_name,
     sync_state_name,
 )
-from soap.runtime.checkpoint.rank_state import rank_state_to_read, rank_state_to_save, require_same_training, restore_ranks, states_of
+from soap.runtime.checkpoint.rank_state import (
+    Known,
+    join,
+    known_here,
+    rank_state_to_read,
+    rank_state_to_save,
+    require_same_training,
+    restore,
+    restore_ranks,
+    states_of,
+)
 from soap.runtime.checkpoint.storage import CheckpointReader, CheckpointWriter, Region, RegionLoadPlanner, RegionSavePlanner
 from soap.runtime.comm.redistribute import Communicator
 from soap.runtime.compression.peer import CompressedTraining
 from soap.runtime.step.gradients import Gradients
 from soap.runtime.sync.shards import ShardStore
-from soap.runtime.updates import schedules, state
+from soap.runtime.updates import schedules
 from soap.runtime.updates.loss_scaling import LossScaler
 from soap.runtime.updates.optimizers import recorded_name
 from soap.runtime.updates.parts import Part
 from soap.runtime.updates.schedules import Schedule
-from soap.tracing.model import TracedModel
+from soap.tracing.execute import TracedModel
 
 
 def kept_names(plan: Plan) -> dict[str, tuple[str, ...]]:
@@ -62,8 +69,7 @@ def kept_names(plan: Plan) -> dict[str, tuple[str, ...]]:
 def state_to_save(
     store: ShardStore, names: Mapping[str, tuple[str, ...]], kept: Mapping[int, Mapping[str, torch.Tensor]]
 ) -> Iterator[Region]:
-    """The regions that this rank saves: of shards whose first device it is. Shards without a state are saved as zeros. ``kept``: shard ->
-    name -> tensor."""
+    """The regions that this rank saves: of shards whose first device it is, zeros without a state. ``kept``: shard -> name -> tensor."""
     plan = store.plan
     for number, tensor in store.tensors.items():
         shard = plan.shards[number]
@@ -121,8 +127,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a checkpoint holds beside shards and optimizer state. ``unchanged``: name -> tensor that training does not change, on rank 0.
-    ``loss_scaling``: the scaler's state, if the loss was scaled."""
+    """A checkpoint beside shards and optimizer state. ``unchanged``: untrained tensors, on rank 0. ``loss_scaling``: the scaler's state."""
 
     step: int
     seed: int
@@ -141,9 +146,9 @@ def save_checkpoint(
     if keep is not None and keep < 1:
         raise CheckpointError(f"keep {keep}: expected at least 1, or None for all")
     comm = training.comm
-    here = _together(comm, lambda: state.known_here(training.parts, training.optimizer))
+    here = _together(comm, lambda: known_here(training.parts, training.optimizer))
     everywhere = comm.gather(here)
-    known = _together(comm, lambda: state.join(everywhere))
+    known = _together(comm, lambda: join(everywhere))
     own = _together(comm, training.schedule.record)
     records = comm.gather(own)
     schedule = _together(comm, lambda: schedules.joined(records))
@@ -201,7 +206,7 @@ def load_checkpoint(path: str | Path, training: Training, buffers: Mapping[str, 
     reader, planner = CheckpointReader(checkpoint, manifest, together=True), RegionLoadPlanner(regions, manifest)
     _through_torch(checkpoint, lambda: load({}, storage_reader=reader, planner=planner))
     read = {key: region.tensor for key, region in found.items()}
-    _together(comm, lambda: state.restore(training.optimizer, training.parts, manifest.states, read))
+    _together(comm, lambda: restore(training.optimizer, training.parts, manifest.states, read))
     if manifest.sync_states and kept_names(plan):
         training.gradients.restore(by_shard(kept))
     if manifest.rank_states:
@@ -230,9 +235,8 @@ def read_state_dict(path: str | Path) -> dict[str, torch.Tensor]:
     return {**full, **{alias: full[name] for alias, name in manifest.aliases.items()}}
 
 
-def _regions_to_save(training: Training, known: state.Known, buffers: Mapping[str, torch.Tensor]) -> list[Region]:
-    """The regions that this rank writes: shards whose first device it is. Rank 0 also writes what no rank owns, buffers, and the
-    optimizer's single numbers."""
+def _regions_to_save(training: Training, known: Known, buffers: Mapping[str, torch.Tensor]) -> list[Region]:
+    """The regions that this rank writes: shards whose first device it is; rank 0 also what nobody owns, buffers, and single numbers."""
     plan, rank = training.plan, training.comm.rank
     regions = []
     for number, tensor in training.shards.tensors.items():
@@ -253,8 +257,8 @@ def _regions_to_save(training: Training, known: state.Known, buffers: Mapping[st
     return regions
 
 
-def _state_to_save(part: Part, optimizer: torch.optim.Optimizer, known: state.Known) -> list[Region]:
-    own, state = known.states.get(part.parameter, ParameterState()), optimizer.state.get(part.tensor, {})
+def _state_to_save(part: Part, optimizer: torch.optim.Optimizer, known: Known) -> list[Region]:
+    own, state = known.states.get(part.parameter, NO_STATE), optimizer.state.get(part.tensor, {})
     regions = [Region(state_name(part.parameter, key), part.shape, part.box, state[key]) for key in own.regions]
     for key in own.others:
         shape = tuple(state[key].shape)
@@ -289,8 +293,7 @@ def _unchanged_to_read(training: Training, manifest: Manifest) -> dict[str, torc
 
 
 def _state_to_read(training: Training, manifest: Manifest) -> dict[tuple[int, str], Region]:
-    """(part, key) -> empty tensor for the optimizer's state of this rank's parts. CheckpointError if this plan cuts a parameter whose state
-    was saved for the whole."""
+    """(part, key) -> empty tensor for this rank's optimizer. CheckpointError if this plan cuts what was saved for the whole."""
     optimizer = training.optimizer
     mine = {id(p) for group in optimizer.param_groups for p in group["params"]} if optimizer is not None else set()
     found = {}
@@ -337,7 +340,7 @@ def _check_dtypes(checkpoint: Path, manifest: Manifest) -> None:
             raise damaged(checkpoint / MANIFEST, f"{name!r} has the unknown dtype {tensor.dtype!r}")
 
 
-def _manifest(training: Training, step: int, seed: int, save_id: str, known: state.Known) -> Manifest:
+def _manifest(training: Training, step: int, seed: int, save_id: str, known: Known) -> Manifest:
     """The manifest without the tensors' places."""
     model, graph = training.model, training.plan.graph
     aliases = {alias: name for alias, name in graph.aliases.items() if name in model.parameters or name in model.buffers}

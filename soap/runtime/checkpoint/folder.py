@@ -1,9 +1,5 @@
-"""Folders of checkpoints. A checkpoint exists as a whole or not at all; killing a save at any moment leaves the earlier ones intact.
-
-A checkpoint is a folder such as ``step-00000012`` in the user's folder. It is written under a temporary name there, and renamed once all of
-it has reached the disk: so every folder with a final name is complete. The next save removes what a killed save has left. A checkpoint that
-is to be removed gets a temporary name first. No torch here: commands look into folders before they start anything.
-"""
+"""Folders of checkpoints, which exist as a whole or not at all: written under a temporary name, then renamed (docs/internals/runtime.md,
+*Checkpoints*). No torch here: commands look into folders before they start anything."""
 
 from __future__ import annotations
 
@@ -88,8 +84,7 @@ def begin(folder: str | Path, step: int) -> Path:
 
 
 def publish(temporary: Path, step: int, keep: int | None) -> Path:
-    """Give a fully written temporary folder its final name, then remove the checkpoints of all but the last ``keep`` steps. Returns the
-    final path."""
+    """Give a written folder its final name, then remove all checkpoints but those of the last ``keep`` steps. Returns its path."""
     folder = temporary.parent
     with _writing(folder):
         number = max((entry.number + 1 for entry in complete(folder) if entry.step == step), default=0)

@@ -7,38 +7,50 @@ module.
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from soap.errors import CheckpointError
 from soap.files import read_text
 from soap.model.regions import Box, contains, volume, whole
 from soap.runtime.checkpoint.folder import MANIFEST
+from soap.strategy.json_text import Schema, read_as, record, schema_of
 
 FORMAT = "soap-checkpoint"
 VERSION = 1
+
+Natural = Annotated[int, Schema(minimum=0, maximum=2**62)]
+Peers = Annotated[int, Schema(minimum=1, maximum=2**20)]
+Whole = Annotated[int, Schema(minimum=-(2**62), maximum=2**62)]
+Number = tuple[Annotated[str, Schema(enum=["float32", "float64"])], float]
+"""A type, and a number of it."""
+Region = tuple[tuple[Natural, Natural], ...]
+"""A box."""
+Names = tuple[str, ...]
+Schedule = Annotated[Mapping[str, Any], record(name=str, state=Mapping[str, Any])]
+Scale = Annotated[float, Schema(minimum=2.0**-24, maximum=2.0**127)]
+LossScaling = Annotated[Mapping[str, Any], record(scale=Scale, since=Natural, skipped=Natural)]
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """A region of a tensor, and the part of a file that holds it."""
 
-    box: Box
-    file: str
-    offset: int
-    length: int
+    box: Region
+    file: Annotated[str, Schema(pattern=r"^__\d+_\d+\.distcp$")]
+    offset: Natural
+    length: Natural
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
     """A stored tensor. Its ``chunks`` are disjoint and cover it. ``dtype``: torch's name without the prefix ``torch.``."""
 
-    dtype: str
-    shape: tuple[int, ...]
+    dtype: Annotated[str, Schema(pattern="^[a-z0-9_]{1,40}$")]
+    shape: tuple[Natural, ...]
     chunks: tuple[Chunk, ...]
 
 
@@ -48,25 +60,38 @@ class ParameterState:
     parameter. ``scalars``: names of tensors with a single number. ``values``: name -> plain number. ``others``: names of tensors of other
     shapes, for parameters that are kept whole."""
 
-    options: Mapping[str, Any] = field(default_factory=dict)
-    regions: tuple[str, ...] = ()
-    scalars: tuple[str, ...] = ()
-    values: Mapping[str, Any] = field(default_factory=dict)
-    others: tuple[str, ...] = ()
+    options: Mapping[str, Any]
+    regions: Names
+    scalars: Names
+    values: Mapping[str, Any]
+    others: Names = ()
+
+
+NO_STATE = ParameterState({}, (), (), {})
+
+
+@dataclass(frozen=True, slots=True)
+class RankEntry:
+    """What the rank at ``place`` of a region's ``peers`` keeps: ``numbers`` by name, and ``own``: name -> (dtype, number)."""
+
+    box: Region
+    place: Natural
+    peers: Peers
+    numbers: Mapping[str, Whole]
+    own: Mapping[str, Number]
 
 
 @dataclass(frozen=True, slots=True)
 class RankStates:
     """What ranks keep of a compressed parameter, each for itself. ``names``: of tensors of the parameter's shape, each with a part for each
     of ``peers`` places, which is the most that a region has. ``method``: of compression, with its settings as in strategy files.
-    ``common``: names of tensors that ranks share. ``entries``: for each region (``box``) and ``place`` of its ``peers``, ``numbers`` by
-    name, and ``own``: name -> (dtype, number)."""
+    ``common``: names of tensors that ranks share. ``entries``: one for each region and rank."""
 
-    names: tuple[str, ...]
-    peers: int
-    method: Mapping[str, Any] = field(default_factory=dict)
-    common: tuple[str, ...] = ()
-    entries: tuple[Mapping[str, Any], ...] = ()
+    names: Names
+    peers: Peers
+    method: Mapping[str, Any]
+    common: Names
+    entries: tuple[RankEntry, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,20 +102,20 @@ class Manifest:
     trained with. ``loss_scaling``: see ``runtime.updates.loss_scaling``."""
 
     save_id: str
-    step: int
+    step: Natural
     seed: int
     model: str
-    parameters: tuple[str, ...]
-    buffers: tuple[str, ...]
+    parameters: Names
+    buffers: Names
     aliases: Mapping[str, str]
     optimizer: str | None
     states: Mapping[str, ParameterState]
     tensors: Mapping[str, StoredTensor]
-    schedule: Mapping[str, Any] | None = None
-    sync_states: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    schedule: Schedule | None = None
+    sync_states: Mapping[str, Names] = field(default_factory=dict)
     rank_states: Mapping[str, RankStates] = field(default_factory=dict)
     compressing: Mapping[str, Any] | None = None
-    loss_scaling: Mapping[str, Any] | None = None
+    loss_scaling: LossScaling | None = None
 
     @property
     def files(self) -> dict[str, int]:
@@ -172,81 +197,9 @@ def _check_file(path: Path, size: int) -> None:
         raise damaged(path, f"it has {path.stat().st_size} bytes, expected {size}")
 
 
-def _record(properties: dict[str, Any], optional: dict[str, Any] | None = None) -> dict[str, Any]:
-    every = {**properties, **(optional or {})}
-    return {"type": "object", "properties": every, "required": list(properties), "additionalProperties": False}
-
-
-def _map(values: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "object", "additionalProperties": values}
-
-
-_NAMES = {"type": "array", "items": {"type": "string"}}
-_NATURAL = {"type": "integer", "minimum": 0, "maximum": 2**62}
-_PEERS = {"type": "integer", "minimum": 1, "maximum": 2**20}
-_SCALE = {"type": "number", "minimum": 2.0**-24, "maximum": 2.0**127}
-_INTERVAL = {"type": "array", "items": _NATURAL, "minItems": 2, "maxItems": 2}
-_FILE = re.compile(r"__\d+_\d+\.distcp")
-_CHUNK = _record(
-    {
-        "box": {"type": "array", "items": _INTERVAL},
-        "file": {"type": "string", "pattern": f"^{_FILE.pattern}$"},
-        "offset": _NATURAL,
-        "length": _NATURAL,
-    }
-)
-_ENTRY = _record(
-    {
-        "box": {"type": "array", "items": _INTERVAL},
-        "place": _NATURAL,
-        "peers": _PEERS,
-        "numbers": _map({"type": "integer", "minimum": -(2**62), "maximum": 2**62}),
-        "own": _map({"type": "array", "prefixItems": [{"enum": ["float32", "float64"]}, {"type": "number"}], "minItems": 2, "maxItems": 2}),
-    }
-)
-SCHEMA: dict[str, Any] = _record(
-    {
-        "format": {"const": FORMAT},
-        "version": {"const": VERSION},
-        "save_id": {"type": "string"},
-        "step": _NATURAL,
-        "seed": {"type": "integer"},
-        "model": {"type": "string"},
-        "parameters": _NAMES,
-        "buffers": _NAMES,
-        "aliases": _map({"type": "string"}),
-        "optimizer": {"type": ["string", "null"]},
-        "states": _map(
-            _record({"options": {"type": "object"}, "regions": _NAMES, "scalars": _NAMES, "values": {"type": "object"}}, {"others": _NAMES})
-        ),
-        "tensors": _map(
-            _record(
-                {
-                    "dtype": {"type": "string", "pattern": "^[a-z0-9_]{1,40}$"},
-                    "shape": {"type": "array", "items": _NATURAL},
-                    "chunks": {"type": "array", "items": _CHUNK},
-                }
-            )
-        ),
-    },
-    {
-        "schedule": _record({"name": {"type": "string"}, "state": {"type": "object"}}),
-        "sync_states": _map(_NAMES),
-        "rank_states": _map(
-            _record(
-                {
-                    "names": _NAMES,
-                    "peers": _PEERS,
-                    "method": {"type": "object"},
-                    "common": _NAMES,
-                    "entries": {"type": "array", "items": _ENTRY},
-                }
-            )
-        ),
-        "compressing": {"type": "object"},
-        "loss_scaling": _record({"scale": _SCALE, "since": _NATURAL, "skipped": _NATURAL}),
-    },
-)
+_HEAD = {"format": {"const": FORMAT}, "version": {"const": VERSION}}
+_CONTENT = schema_of(Manifest)
+SCHEMA = {**_CONTENT, "properties": {**_HEAD, **_CONTENT["properties"]}, "required": [*_HEAD, *_CONTENT["required"]]}
 
 
 def _check_schema(path: Path, document: dict[str, Any]) -> None:
@@ -261,88 +214,66 @@ def _check_schema(path: Path, document: dict[str, Any]) -> None:
 
 def _manifest(path: Path, document: Mapping[str, Any]) -> Manifest:
     """The manifest of a document that is valid by the schema. Checks what the schema cannot express."""
-    tensors = {}
-    for name, entry in document["tensors"].items():
-        shape = tuple(int(size) for size in entry["shape"])
-        chunks = tuple(
-            Chunk(tuple((int(a), int(b)) for a, b in chunk["box"]), chunk["file"], int(chunk["offset"]), int(chunk["length"]))
-            for chunk in entry["chunks"]
-        )
-        for chunk in chunks:
-            if len(chunk.box) != len(shape) or any(a > b for a, b in chunk.box) or not contains(whole(shape), chunk.box):
-                raise damaged(path, f"region {chunk.box} of {name!r} lies outside its shape {shape}")
-        if sum(volume(chunk.box) for chunk in chunks) != prod(shape):
-            raise damaged(path, f"the regions of {name!r} do not cover its shape {shape}")
-        tensors[name] = StoredTensor(entry["dtype"], shape, chunks)
-    states = {
-        name: ParameterState(
-            entry["options"], tuple(entry["regions"]), tuple(entry["scalars"]), entry["values"], tuple(entry.get("others", ()))
-        )
-        for name, entry in document["states"].items()
-    }
-    _check_complete(path, document, tensors, states)
-    return Manifest(
-        save_id=document["save_id"],
-        step=int(document["step"]),
-        seed=int(document["seed"]),
-        model=document["model"],
-        parameters=tuple(document["parameters"]),
-        buffers=tuple(document["buffers"]),
-        aliases=dict(document["aliases"]),
-        optimizer=document["optimizer"],
-        states=states,
-        tensors=tensors,
-        schedule=document.get("schedule"),
-        sync_states={name: tuple(own) for name, own in document.get("sync_states", {}).items()},
-        rank_states={
-            name: RankStates(tuple(own["names"]), int(own["peers"]), own["method"], tuple(own["common"]), tuple(own["entries"]))
-            for name, own in document.get("rank_states", {}).items()
-        },
-        compressing=document.get("compressing"),
-        loss_scaling=document.get("loss_scaling"),
-    )
+    manifest: Manifest = read_as(Manifest, {name: value for name, value in document.items() if name not in _HEAD})
+    for name, own in manifest.tensors.items():
+        for chunk in own.chunks:
+            if not _lies_in(chunk.box, own.shape):
+                raise damaged(path, f"region {chunk.box} of {name!r} lies outside its shape {own.shape}")
+        if sum(volume(chunk.box) for chunk in own.chunks) != prod(own.shape):
+            raise damaged(path, f"the regions of {name!r} do not cover its shape {own.shape}")
+    _check_complete(path, manifest)
+    return manifest
 
 
-def _check_complete(
-    path: Path, document: Mapping[str, Any], tensors: Mapping[str, StoredTensor], states: Mapping[str, ParameterState]
-) -> None:
+def _lies_in(box: Box, shape: Sequence[int]) -> bool:
+    return len(box) == len(shape) and all(a <= b for a, b in box) and contains(whole(shape), box)
+
+
+def _check_complete(path: Path, manifest: Manifest) -> None:
     """CheckpointError unless every named parameter, buffer and state has its tensor, in the right shape."""
-    for name in (*document["parameters"], *document["buffers"], *document["aliases"].values()):
+    tensors = manifest.tensors
+
+    def has_shape_of(parameter: str, name: str) -> bool:
+        found, own = tensors.get(name), tensors.get(model_name(parameter))
+        return found is not None and own is not None and found.shape == own.shape
+
+    for name in (*manifest.parameters, *manifest.buffers, *manifest.aliases.values()):
         if model_name(name) not in tensors:
             raise damaged(path, f"it lacks {name!r}")
-    for name, state in states.items():
+    for name, state in manifest.states.items():
         for key in (*state.regions, *state.scalars):
-            found, parameter = tensors.get(state_name(name, key)), tensors.get(model_name(name))
-            if found is None or parameter is None or found.shape != (parameter.shape if key in state.regions else ()):
+            own = state_name(name, key)
+            if model_name(name) not in tensors or not (has_shape_of(name, own) if key in state.regions else _is_number(tensors.get(own))):
                 raise damaged(path, f"it lacks state {key!r} of {name!r}, or has it in another shape")
         for key in state.others:
             if state_name(name, key) not in tensors:
                 raise damaged(path, f"it lacks state {key!r} of {name!r}")
-    for name, keys in document.get("sync_states", {}).items():
+    for name, keys in manifest.sync_states.items():
         for key in keys:
-            found, parameter = tensors.get(sync_state_name(name, key)), tensors.get(model_name(name))
-            if found is None or parameter is None or found.shape != parameter.shape:
+            if not has_shape_of(name, sync_state_name(name, key)):
                 raise damaged(path, f"it lacks the synchronization state {key!r} of {name!r}, or has it in another shape")
-    if document.get("rank_states") and "compressing" not in document:
+    if manifest.rank_states and manifest.compressing is None:
         raise damaged(path, "it lacks the momentum correction and warm-up of its compressed parameters")
-    for name, own in document.get("rank_states", {}).items():
-        _check_entries(path, name, own, tensors.get(model_name(name)))
-        for key in (f"{key}@{place}" for key in own["names"] for place in range(own["peers"])):
-            found, parameter = tensors.get(sync_state_name(name, key)), tensors.get(model_name(name))
-            if found is None or parameter is None or found.shape != parameter.shape:
+    for name, ranks in manifest.rank_states.items():
+        _check_entries(path, name, ranks, tensors.get(model_name(name)))
+        for key in (f"{key}@{place}" for key in ranks.names for place in range(ranks.peers)):
+            if not has_shape_of(name, sync_state_name(name, key)):
                 raise damaged(path, f"it lacks {key!r} of compressed parameter {name!r}, or has it in another shape")
 
 
-def _check_entries(path: Path, name: str, own: Mapping[str, Any], parameter: StoredTensor | None) -> None:
+def _is_number(tensor: StoredTensor | None) -> bool:
+    return tensor is not None and tensor.shape == ()
+
+
+def _check_entries(path: Path, name: str, own: RankStates, parameter: StoredTensor | None) -> None:
     """CheckpointError unless each entry's region lies in the parameter, its place is one of its peers', and its numbers can be floats."""
-    for entry in own["entries"]:
-        box = tuple((int(a), int(b)) for a, b in entry["box"])
-        shape = () if parameter is None else parameter.shape
-        if len(box) != len(shape) or any(a > b for a, b in box) or not contains(whole(shape), box):
-            raise damaged(path, f"region {box} of compressed parameter {name!r} lies outside its shape {shape}")
-        if not entry["place"] < entry["peers"] <= own["peers"]:
-            place = f"place {entry['place']} of {entry['peers']}"
-            raise damaged(path, f"{place} ranks of compressed parameter {name!r}, which has {own['peers']}")
-        for key, (_, value) in entry["own"].items():
+    shape = () if parameter is None else parameter.shape
+    for entry in own.entries:
+        if not _lies_in(entry.box, shape):
+            raise damaged(path, f"region {entry.box} of compressed parameter {name!r} lies outside its shape {shape}")
+        if not entry.place < entry.peers <= own.peers:
+            place = f"place {entry.place} of {entry.peers}"
+            raise damaged(path, f"{place} ranks of compressed parameter {name!r}, which has {own.peers}")
+        for key, (_, value) in entry.own.items():
             if isinstance(value, int) and abs(value) > 2**62:
                 raise damaged(path, f"{key!r} of compressed parameter {name!r} is too large")

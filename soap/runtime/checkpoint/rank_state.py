@@ -1,4 +1,9 @@
-"""What each rank keeps of compressed parameters for itself: residuals, momentum, thresholds and their age, signs, the warm-up's position.
+"""State beside parameters in checkpoints: the optimizer's, and what each rank keeps of compressed parameters for itself (residuals,
+momentum, thresholds and their age, signs, the warm-up's position).
+
+The optimizer's is saved by parameter name, whatever way parameters are split. State with a part's shape is a region of a tensor with the
+parameter's shape. Numbers, such as Adam's step, must be the same for all parts. Tensors of other shapes (factors, matrices) are saved if
+the parameter is not cut. Anything else cannot be saved.
 
 A residual is saved for each *place* among a shard's peers (``sync.state.<parameter>.residual@<place>``), as a tensor of the parameter's
 shape. Peers are the readers, or with local aggregation one of each host. Regions of a parameter may have unlike numbers of peers, so each
@@ -13,7 +18,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -22,13 +27,15 @@ from soap.errors import CheckpointError, SoapWarning
 from soap.model.regions import Box, intersect, lengths, subtract, whole
 from soap.plan.plan import ShardSync
 from soap.plan.syncs.compressed import compressed_names, compressed_shards
-from soap.runtime.checkpoint.manifest import Manifest, RankStates, place_name, sync_state_name
+from soap.runtime.checkpoint.manifest import Manifest, ParameterState, RankEntry, RankStates, place_name, sync_state_name
 from soap.runtime.checkpoint.storage import Region
 from soap.runtime.comm.redistribute import Communicator
 from soap.runtime.compression.peer import MOMENTUM, STEPS, CompressedTraining
 from soap.runtime.compression.seam import State, kept_dtype
 from soap.runtime.step.gradients import Gradients
 from soap.runtime.sync.shards import ShardStore
+from soap.runtime.updates.optimizers import recorded_name
+from soap.runtime.updates.parts import Part
 from soap.strategy.compression import Compression, written_settings
 
 Wanted = dict[tuple[int, str, int], Region]
@@ -56,22 +63,20 @@ def states_of(comm: Communicator, store: ShardStore, gradients: Gradients) -> di
     syncs, own = compressed_shards(store.plan), []
     for shard, state in _states(gradients).items():
         box, peers = store.plan.shards[shard].box, syncs[shard].peers
-        entry: dict[str, Any] = {"box": [list(side) for side in box], "place": peers.index(store.rank), "peers": len(peers)}
-        entry["numbers"] = dict(state.numbers)
-        entry["own"] = {name: [str(tensor.dtype).removeprefix("torch."), float(tensor)] for name, tensor in state.own.items()}
+        own_numbers = {name: (str(tensor.dtype).removeprefix("torch."), float(tensor)) for name, tensor in state.own.items()}
+        entry = RankEntry(box, peers.index(store.rank), len(peers), dict(state.numbers), own_numbers)
         names, common = tuple(state.summed), tuple(common_name(name, box) for name in state.common)
         own.append((store.plan.shards[shard].parameter, RankStates(names, len(peers), _settings(syncs[shard]), common, (entry,))))
     found: dict[str, RankStates] = {}
     for parameter, one in (each for ranks in comm.gather(own) for each in ranks):
-        before = found.get(parameter, RankStates(one.names, 0, one.method))
+        before = found.get(parameter, RankStates(one.names, 0, one.method, (), ()))
         every = tuple(dict.fromkeys((*before.common, *one.common)))
         found[parameter] = RankStates(one.names, max(before.peers, one.peers), one.method, every, (*before.entries, *one.entries))
     return found
 
 
 def rank_state_to_save(store: ShardStore, known: Mapping[str, RankStates], gradients: Gradients) -> Iterator[Region]:
-    """The regions that this rank saves: those of its own places, and for shards whose first device it is zeros for places that have no
-    peer, and what is common."""
+    """The regions that this rank saves: its own places, as a shard's first device zeros for places without a peer, and what is common."""
     peers, states = _peers(store), _states(gradients)
     for number, tensor in store.tensors.items():
         shard = store.plan.shards[number]
@@ -105,18 +110,14 @@ def require_same_training(compressing: CompressedTraining, store: ShardStore, ma
             )
 
 
-def _overlapping(stored: RankStates, box: Box) -> list[Mapping[str, Any]]:
+def _overlapping(stored: RankStates, box: Box) -> list[RankEntry]:
     """The entries of regions that share elements with this one."""
-    return [entry for entry in stored.entries if intersect(_box(entry), box) is not None]
+    return [entry for entry in stored.entries if intersect(entry.box, box) is not None]
 
 
-def _box(entry: Mapping[str, Any]) -> Box:
-    return tuple((int(a), int(b)) for a, b in entry["box"])
-
-
-def _counts(entries: Iterable[Mapping[str, Any]]) -> set[int]:
+def _counts(entries: Iterable[RankEntry]) -> set[int]:
     """Numbers of peers."""
-    return {entry["peers"] for entry in entries}
+    return {entry.peers for entry in entries}
 
 
 def rank_state_to_read(store: ShardStore, manifest: Manifest, gradients: Gradients) -> Wanted:
@@ -170,14 +171,14 @@ def _restore_own(state: State, stored: RankStates, sync: ShardSync, box: Box, ra
     """Thresholds and numbers: this peer's own if nothing has changed, else those numbers that are equal everywhere."""
     state.own.clear()
     near = _overlapping(stored, box)
-    mine = [own for own in near if _box(own) == box and own["place"] == sync.peers.index(rank)]
+    mine = [own for own in near if own.box == box and own.place == sync.peers.index(rank)]
     if mine and _counts(near) == {len(sync.peers)} and stored.method == _settings(sync):
-        state.numbers = dict(mine[0]["numbers"])
-        state.own |= {name: torch.tensor(value, dtype=getattr(torch, kind)) for name, (kind, value) in mine[0]["own"].items()}
+        state.numbers = dict(mine[0].numbers)
+        state.own |= {name: torch.tensor(value, dtype=getattr(torch, kind)) for name, (kind, value) in mine[0].own.items()}
         return
     known = near or stored.entries
-    first = known[0]["numbers"] if known else {}
-    state.numbers = {name: value for name, value in first.items() if all(own["numbers"].get(name) == value for own in known)}
+    first = known[0].numbers if known else {}
+    state.numbers = {name: value for name, value in first.items() if all(own.numbers.get(name) == value for own in known)}
     if stored.method.get("method") != _settings(sync)["method"]:
         state.numbers = {name: value for name, value in state.numbers.items() if name == STEPS}
 
@@ -202,10 +203,10 @@ def _tell(store: ShardStore, manifest: Manifest, compressing: CompressedTraining
             dropped[parameter] = min(gone)
         elif others:
             summed.setdefault(parameter, (max(others), len(sync.peers)))
-        elif (stored.method, {_box(own) for own in near}) != (_settings(sync), {box}) and _has_own(stored, near):
+        elif (stored.method, {own.box for own in near}) != (_settings(sync), {box}) and _has_own(stored, near):
             anew[parameter] = None
     for parameter, stored in manifest.rank_states.items():
-        left = list(dict.fromkeys(_box(entry) for entry in stored.entries)) if stored.names else []
+        left = list(dict.fromkeys(entry.box for entry in stored.entries)) if stored.names else []
         for box in boxes.get(parameter, ()):
             left = [piece for rest in left for piece in subtract(rest, box)]
         if left:
@@ -232,9 +233,9 @@ def _tell(store: ShardStore, manifest: Manifest, compressing: CompressedTraining
         )
 
 
-def _has_own(stored: RankStates, near: Iterable[Mapping[str, Any]]) -> bool:
+def _has_own(stored: RankStates, near: Iterable[RankEntry]) -> bool:
     """Whether there is anything that only the same peer of the same region can go on from."""
-    return bool(stored.common) or any(entry["own"] for entry in near)
+    return bool(stored.common) or any(entry.own for entry in near)
 
 
 def _kept(compression: Compression | None, compressing: CompressedTraining) -> set[str]:
@@ -255,3 +256,145 @@ def common_name(name: str, box: Box) -> str:
     """A state that all peers of a shard share."""
     return f"{name}[{','.join(f'{a}:{b}' for a, b in box)}]"
 
+
+_LOCAL_OPTIONS = frozenset(("params", "foreach", "fused", "capturable", "differentiable"))
+"""Options of a parameter group that say how this rank computes the update, not what the update is. They are not saved."""
+
+
+@dataclass
+class Known:
+    """The state of some parameters. ``optimizer``: its name. ``dtypes``, ``scalars``: (parameter, key) -> a tensor's dtype, a value."""
+
+    optimizer: str | None = None
+    states: dict[str, ParameterState] = field(default_factory=dict)
+    dtypes: dict[tuple[str, str], torch.dtype] = field(default_factory=dict)
+    scalars: dict[tuple[str, str], Any] = field(default_factory=dict)
+
+
+def known_here(parts: Mapping[int, Part], optimizer: torch.optim.Optimizer | None) -> Known:
+    """The state of this rank's optimizer. CheckpointError if some of it cannot be saved."""
+    if optimizer is None:
+        return Known()
+    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    there = [part for part in parts.values() if id(part.tensor) in groups]
+    known = [_known_of(part, groups[id(part.tensor)], optimizer.state.get(part.tensor, {})) for part in there]
+    return join([Known(recorded_name(optimizer)), *known])
+
+
+def join(parts: Iterable[Known]) -> Known:
+    """Join the states of all parts. CheckpointError if they do not agree."""
+    result = Known()
+    for part in parts:
+        if part.optimizer is not None and result.optimizer not in (None, part.optimizer):
+            raise CheckpointError(f"optimizers {result.optimizer} and {part.optimizer} on different ranks; expected the same on all ranks")
+        result.optimizer = result.optimizer or part.optimizer
+        different = [name for name, state in part.states.items() if result.states.setdefault(name, state) != state]
+        different += [key[0] for key, dtype in part.dtypes.items() if result.dtypes.setdefault(key, dtype) is not dtype]
+        different += [key[0] for key, value in part.scalars.items() if repr(result.scalars.setdefault(key, value)) != repr(value)]
+        if different:
+            raise CheckpointError(
+                f"the optimizer's state or options differ among the shards of {different[0]!r}; "
+                "expected the same numbers for a whole parameter: checkpoints need an optimizer whose update is elementwise"
+            )
+    return result
+
+
+def _known_of(part: Part, group: Mapping[str, Any], state: Mapping[Any, Any]) -> Known:
+    """The state of one part."""
+    name, tensor = part.parameter, part.tensor
+    regions, others = list[str](), list[str]()
+    result = Known()
+    values: dict[str, Any] = {}
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor) and isinstance(key, str):
+            result.dtypes[name, key] = value.dtype
+            if value.dim() == 0 and part.shape != ():
+                result.scalars[name, key] = value.item()
+                continue
+            if value.shape == tensor.shape and value.layout is torch.strided:
+                regions.append(key)
+                continue
+            if part.is_whole and value.layout is torch.strided:
+                others.append(key)
+                continue
+        elif isinstance(key, str) and (value is None or isinstance(value, (bool, int, float, str))):
+            values[key] = value
+            continue
+        what = f"has shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"is a {type(value).__name__}"
+        raise CheckpointError(
+            f"optimizer state {key!r} of {name!r} {what}; expected a number or a tensor of its shard's shape {tuple(tensor.shape)}: "
+            "checkpoints need an optimizer whose update is elementwise"
+        )
+    scalars = tuple(sorted(key for _, key in result.scalars))
+    result.states[name] = ParameterState(_options(name, group), tuple(sorted(regions)), scalars, values, tuple(sorted(others)))
+    return result
+
+
+def _options(name: str, group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group's hyperparameters as JSON values."""
+    result = {}
+    for key, value in group.items():
+        if key not in _LOCAL_OPTIONS:
+            result[key] = _plain(value)
+            if result[key] is _UNKNOWN:
+                raise CheckpointError(
+                    f"optimizer option {key!r} of {name!r} is a {type(value).__name__}; "
+                    "expected numbers and texts: leave it out of the group"
+                )
+    return result
+
+
+_UNKNOWN = object()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item()
+    if isinstance(value, (tuple, list)):
+        items = [_plain(item) for item in value]
+        return _UNKNOWN if any(item is _UNKNOWN for item in items) else items
+    return value if value is None or isinstance(value, (bool, int, float, str)) else _UNKNOWN
+
+
+def restore(
+    optimizer: torch.optim.Optimizer | None,
+    parts: Mapping[int, Part],
+    states: Mapping[str, ParameterState],
+    found: Mapping[tuple[int, str], torch.Tensor],
+) -> None:
+    """Load an optimizer's state. ``found``: (part, key) -> tensor from the checkpoint. Parameters without ``states`` start fresh."""
+    if optimizer is None:
+        return
+    number_of = {id(part.tensor): number for number, part in parts.items()}
+    packed = optimizer.state_dict()
+    state: dict[int, dict[str, Any]] = {}
+    for group, description in zip(optimizer.param_groups, packed["param_groups"], strict=True):
+        options: dict[str, Any] = {}
+        for parameter, index in zip(group["params"], description["params"], strict=True):
+            number = number_of.get(id(parameter))
+            known = states.get(parts[number].parameter) if number is not None else None
+            if number is None or known is None:
+                continue
+            read = {key: found[number, key] for key in (*known.regions, *known.scalars, *known.others)}
+            if read or known.values:
+                state[index] = {**known.values, **read}
+            _agree(options, known.options, parts[number].parameter)
+        for key, value in options.items():
+            description[key] = _like(group.get(key), value)
+    optimizer.load_state_dict({"state": state, "param_groups": packed["param_groups"]})
+
+
+def _agree(options: dict[str, Any], own: Mapping[str, Any], name: str) -> None:
+    for key, value in own.items():
+        if options.setdefault(key, value) != value:
+            raise CheckpointError(
+                f"parameter {name!r} was saved with {key} {value}, another of its group with {options[key]}; "
+                "expected the groups that the checkpoint was saved with"
+            )
+
+
+def _like(current: Any, value: Any) -> Any:
+    """A saved option in the type that the optimizer uses for it."""
+    if isinstance(current, torch.Tensor):
+        return torch.full_like(current, value)
+    return tuple(value) if isinstance(value, list) and (current is None or isinstance(current, tuple)) else value

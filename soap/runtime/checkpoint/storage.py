@@ -114,8 +114,7 @@ class CheckpointWriter(FileSystemWriter):
         return StorageMeta(save_id=self._manifest.save_id)
 
     def write_data(self, plan: SavePlan, planner: Any) -> Future[list[WriteResult]]:
-        """Write as torch does, but turn a failure of the system into our one-line error; called on all ranks at once, whose disks may be
-        of any speed."""
+        """Write as torch does, but turn a failure of the system into our one-line error; called on all ranks at once."""
         try:
             return super().write_data(plan, planner)
         except Exception as error:

@@ -1,9 +1,5 @@
-"""Failure reports of ranks, from which the launcher finds the first cause instead of its aftermath.
-
-Before a failing rank closes its connections, it writes a report into the launch's folder. The report says whether the error is the rank's
-own, or aftermath: it only noticed that another rank had ended. Then the rank stays for a moment, so that others can write their reports. A
-rank that has waited too long asks the others where they are; a thread in each rank answers, even while the rank itself waits.
-"""
+"""Failure reports of ranks, from which the launcher finds the first cause instead of its aftermath (docs/internals/runtime.md, *Ranks that
+fail*)."""
 
 from __future__ import annotations
 
@@ -26,7 +22,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from soap.errors import RuntimeFailure, SoapError
-from soap.runtime.comm import position
+from soap.runtime.comm.position import describe, telling_line
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -118,8 +114,7 @@ def _among(error: BaseException, others: Sequence[BaseException]) -> bool:
 
 
 def _kind(error: BaseException) -> Kind:
-    """The kind of one error by itself. Backends raise plain RuntimeErrors, so only their wording tells; a user's own error may use some of
-    the same words."""
+    """The kind of one error by itself, by its words: backends raise plain RuntimeErrors. A user's own error may use the same words."""
     if isinstance(error, RankLost):
         return Kind.AFTERMATH
     if not (isinstance(error, dist.DistError) or type(error) is RuntimeError):
@@ -148,7 +143,7 @@ def message_of(error: BaseException) -> str:
 def _where(error: BaseException) -> str:
     """Where a rank was; empty if it is told together with the positions of all ranks."""
     told_apart = error.__traceback__ is None or kind_of(error) is Kind.LATE
-    return "" if told_apart else f" ({position.describe(error.__traceback__)})"
+    return "" if told_apart else f" ({describe(error.__traceback__)})"
 
 
 def _text(error: BaseException) -> str:
@@ -251,7 +246,7 @@ def _silent_end(exit_code: int, crash: str) -> str:
     name = known.get(-exit_code, f"signal {-exit_code}")
     found = _CRASHED.search(crash)
     lines = [(file, int(number), function) for file, number, function in _CRASH_LINE.findall(found[1])] if found else []
-    where = f" at {position.telling_line(lines)}" if lines else ""
+    where = f" at {telling_line(lines)}" if lines else ""
     return f"killed by {name}{where}" + ("; is there enough memory?" if name == "SIGKILL" else "")
 
 
@@ -286,7 +281,7 @@ class Desk:
             return kind_of(self._told)
         self._told = error
         trace = "".join(traceback.format_exception(error)) if os.environ.get("SOAP_DEBUG") else ""
-        positions = {self.rank: position.describe(error.__traceback__)}
+        positions = {self.rank: describe(error.__traceback__)}
         report = Report(self.rank, kind, message_of(error), time.monotonic_ns(), positions, trace)
         self._write(report)
         if kind is Kind.LATE:
@@ -309,7 +304,7 @@ class Desk:
         """Answer where the rank is whenever it is asked."""
         while os.read(pipe, 1):
             with suppress(Exception):  # the main thread may change everything meanwhile; a missing answer does no harm
-                self.folder.write(f"at-{self.rank}", position.describe())
+                self.folder.write(f"at-{self.rank}", describe())
 
 
 _desk: Desk | None = None

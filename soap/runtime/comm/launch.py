@@ -1,10 +1,5 @@
-"""Start one process per device on this host with torchrun's launcher, and end all of them whatever happens.
-
-Under ``torchrun`` (several hosts, or the user's own command line) nothing is started: this process is already one of the ranks.
-
-Ranks meet at a server of ours: torch's own ``c10d`` rendezvous listens on all interfaces, lets in whoever comes, and unpickles what it is
-sent.
-"""
+"""Starts one process per device on this host with torchrun's launcher, and ends all of them whatever happens. Under ``torchrun`` (several
+hosts, or the user's own command line) nothing is started: this process is already one of the ranks."""
 
 from __future__ import annotations
 

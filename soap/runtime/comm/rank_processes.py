@@ -1,9 +1,5 @@
-"""Processes of ranks: copies of one process that has imported what they need, where the system copies processes.
-
-Importing torch, and what reads and runs a model, takes each rank seconds of a core. A copy takes milliseconds, and ranks share the memory
-of what was imported. That process runs no threads and never touches a GPU, so it is safe to copy. It is made once for a launcher, with the
-environment of its first launch; later launches hand theirs over.
-"""
+"""Processes of ranks: copies of one process that has imported what they need, where the system copies processes. It runs no threads and
+never touches a GPU, so it is safe to copy (docs/internals/runtime.md, *Processes*)."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ from soap.runtime.comm.handing_out import hand_out
 from soap.runtime.comm.packing import as_bytes, pack, plain
 from soap.runtime.comm.position import HERE
 from soap.runtime.system import clock
-from soap.runtime.system.gloo_threads import calm_gloo
+from soap.runtime.system.process import calm_gloo
 from soap.simulator.memory.transit import SENT_BYTES, SENT_TENSORS
 
 Groups = dict[tuple[int, ...], dist.ProcessGroup | None]
@@ -44,8 +44,7 @@ on the connection on which it sends, so requests queue behind data, and what goe
 
 
 def all_make_all() -> bool:
-    """Whether every rank has to take part in making every group: NCCL splits a communicator that is bound to a GPU, or torch was told to
-    wait for all ranks after each."""
+    """Whether all ranks make every group: NCCL splits a communicator bound to a GPU, or torch was told to wait for all after each."""
     world = dist.group.WORLD
     return (world is not None and world.bound_device_id is not None) or os.environ.get("TORCH_DIST_INIT_BARRIER") == "1"
 
@@ -62,8 +61,7 @@ def needed_by(groups: Sequence[tuple[int, ...]], ranks: int) -> list[dict[int, t
 
 
 def make_groups(known: Groups, groups: Mapping[int, tuple[int, ...]], count: int, timeout: timedelta) -> None:
-    """Make those that are not known. Called on all ranks at once; each gives at least the groups that it is in, and equal numbers, below
-    ``count``."""
+    """Make those that are not known. Called on all ranks at once, with at least their own groups, and equal numbers below ``count``."""
     world, rank, all_of_them = distributed_c10d._world, dist.get_rank(), all_make_all()
     if not isinstance(getattr(world, "group_count", None), int):  # torch's own matter, as 2.11 to 2.13 have it
         raise RuntimeFailure(f"torch {torch.__version__} counts process groups in a way that we do not know; expected torch 2.11 to 2.13")
@@ -111,8 +109,7 @@ EXCHANGE_TAG = 2**30
 
 
 class Pending:
-    """A communication under way. ``wait`` blocks until its tensor may be used; it may be called again. ``name``: of its task, if known.
-    ``further``: tensors that travel beside it."""
+    """A communication under way; ``wait`` blocks until its tensor may be used. ``name``: of its task. ``further``: more tensors of it."""
 
     def __init__(
         self,
@@ -373,8 +370,7 @@ class Communicator:
         self._sends = deque(other for other in self._sends if other is not pending)
 
     def keep(self, pending: Pending) -> None:
-        """Keep a sent tensor alive until it has left. If too many or too large ones are kept, wait for the oldest: its receivers do not
-        depend on this rank going on."""
+        """Keep a sent tensor alive until it has left. Of too many or too large ones wait for the oldest: receivers do not depend on us."""
         self._sends = deque(other for other in self._sends if not other.is_over)
         self._left = [other for other in self._left if not other.is_over]
         self._sends.append(pending)

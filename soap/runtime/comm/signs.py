@@ -1,10 +1,4 @@
-"""Waiting for ranks that take longer than others, for as long as they live.
-
-A collective has a limit, after which a backend takes a rank for lost. But ranks may rightly be apart for hours: one writes a checkpoint to
-a slow disk, one makes the plan for all, workers of unequal speed end at different times. So before a collective that could wait so long
-ranks meet in the process group's store. There each rank gives a sign of life every few seconds, from a thread, so that a rank that is gone
-still ends the wait, and one that fails says why.
-"""
+"""Waiting for ranks that take longer than others, for as long as they live (docs/internals/runtime.md, *Ranks that take long*)."""
 
 from __future__ import annotations
 
@@ -29,8 +23,7 @@ LEFT = "left"
 
 
 class Silence:
-    """For how long ranks have been silent, as one who waits has seen it: time in which nobody looked does not count, such as while all
-    ranks were stopped (Ctrl-Z)."""
+    """For how long ranks have been silent while somebody looked: time in which all ranks were stopped (Ctrl-Z) does not count."""
 
     def __init__(self) -> None:
         self._signs: dict[int, bytes] = {}
@@ -49,8 +42,7 @@ class Silence:
 
 
 class Signs:
-    """This rank's signs of life, until ``end``, and those of others. ``patience_s``: how long a rank may be silent. ``store``: the process
-    group's."""
+    """This rank's signs of life, until ``end``, and others'. ``patience_s``: how long a rank may be silent. ``store``: the group's."""
 
     def __init__(self, store: Any, rank: int, size: int, patience_s: float) -> None:
         self.store = store

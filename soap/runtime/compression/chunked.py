@@ -59,8 +59,7 @@ class LargestOfChunks(Compressor[Chunked, ChunkedLayout]):
         return Selected(state.step["positions"], state.step["values"])
 
     def _largest(self, residual: torch.Tensor) -> torch.Tensor:
-        """Places in their chunks of the elements with the largest magnitudes, in order; of equal ones the first. What a short chunk has too
-        few of is padding behind its end."""
+        """Places in their chunks of the largest magnitudes, in order, first of equal ones; short chunks are padded behind their end."""
         layout = self.layout
         padding = layout.chunks * CHUNK - layout.elements
         keys = torch.nn.functional.pad(residual.abs(), (0, padding), value=-1).view(layout.chunks, CHUNK)

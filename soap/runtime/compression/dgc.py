@@ -16,15 +16,19 @@ instead; that is a heuristic.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import sqrt
+from typing import Any
 
 import torch
 
 from soap.errors import RuntimeFailure
+from soap.plan.plan import Plan
+from soap.plan.syncs.compressed import compressed_names
 from soap.runtime.compression.seam import Selected
-from soap.runtime.updates.clipping import EPSILON
+from soap.runtime.updates.loss_scaling import EPSILON
+from soap.runtime.updates.parts import Part
 
 FALL = 0.25
 """From one density of a warm-up to the next."""
@@ -57,8 +61,7 @@ class Momentum:
             sent.clear(kept)
 
     def decayed(self, kept: torch.Tensor, weight: torch.Tensor, decay: float) -> torch.Tensor:
-        """What momentum adds to weight decay, which itself is ``decay * weight``. ``kept``: its own momentum, which becomes that of the
-        next step."""
+        """What momentum adds to weight decay, itself ``decay * weight``. ``kept``: its own momentum, which becomes the next step's."""
         kept.mul_(self.factor)
         earlier = kept.clone()
         kept.add_(weight, alpha=decay)
@@ -114,3 +117,78 @@ def scale_of(gradients: Iterable[torch.Tensor], norm: float) -> torch.Tensor:
 def norm_of(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     """The 2-norm of several tensors together, in float64."""
     return torch.stack([torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in tensors]).square().sum().sqrt()
+
+
+DECAY_MOMENTUM = "decay_momentum"
+"""Name of the optimizer's state."""
+
+
+def require_correctable(plan: Plan) -> None:
+    """RuntimeFailure if a parameter's momentum would be corrected in some regions only: those with one reader are not compressed."""
+    compressed = compressed_names(plan)
+    for sync in plan.syncs:
+        for shard in sync.shards if sync.compression is None else ():
+            name = plan.shards[shard].parameter
+            if name in compressed:
+                box = ", ".join(f"{a}:{b}" for a, b in plan.shards[shard].box)
+                raise RuntimeFailure(
+                    f"momentum correction of {name!r}, of which one device alone keeps [{box}], which is not compressed; expected a plan "
+                    "that compresses all of a parameter or nothing: train without correction, or do not compress it"
+                )
+
+
+def wrong_momentum(plan: Plan, rule: Momentum, optimizer: torch.optim.Optimizer | None, parts: Iterable[Part]) -> str:
+    """One line about a parameter whose optimizer has another momentum than ``rule`` asks for; empty if all are right."""
+    compressed, names = compressed_names(plan), {id(part.tensor): part.parameter for part in parts}
+    for group in optimizer.param_groups if optimizer is not None else ():
+        for tensor in group["params"]:
+            name = names.get(id(tensor))
+            if name in compressed and group.get("momentum") != 0:
+                return (
+                    f"momentum correction of {name!r}, whose optimizer has {_own(group)}; expected SGD with momentum 0 for compressed "
+                    "parameters: their momentum is applied before they are compressed"
+                )
+            if name is not None and name not in compressed and not _has(group, rule):
+                wanted = f"expected SGD with momentum {rule.factor:g}{', nesterov' * rule.nesterov}"
+                return (
+                    f"momentum correction beside {name!r}, which is not compressed and whose optimizer has {_own(group)}; {wanted} for "
+                    "such parameters: groups=lambda name, shape: {'momentum': …}"
+                )
+    return ""
+
+
+class DecayMomentum:
+    """Momentum of the weight decay of compressed parameters, which stays out of residuals: it is the same on all ranks. The optimizer, SGD
+    without momentum, adds the decay itself; this adds what earlier ones have left. ``tensors``: compressed shard -> what is updated.
+
+    The momentum is part of the optimizer's state (``DECAY_MOMENTUM``), so checkpoints have it.
+    """
+
+    def __init__(self, rule: Momentum, optimizer: torch.optim.Optimizer | None, tensors: Mapping[int, torch.Tensor]) -> None:
+        self._rule, self._optimizer = rule, optimizer
+        self._numbers = {id(tensor): number for number, tensor in tensors.items()}
+
+    @torch.no_grad()
+    def added(self, gradients: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """The gradients with it. They are left as they are."""
+        found, optimizer = dict(gradients), self._optimizer
+        for group in optimizer.param_groups if optimizer is not None else ():
+            for tensor in group["params"]:
+                number, decay = self._numbers.get(id(tensor)), group.get("weight_decay", 0.0)
+                if optimizer is None or number not in found or not (decay or DECAY_MOMENTUM in optimizer.state[tensor]):
+                    continue
+                kept = optimizer.state[tensor].setdefault(DECAY_MOMENTUM, torch.zeros_like(tensor, requires_grad=False))
+                found[number] = found[number] + self._rule.decayed(kept, tensor.detach(), float(decay))
+        return found
+
+
+def _has(group: dict[str, Any], rule: Momentum) -> bool:
+    plain = rule.factor == 0 or (group.get("dampening") == 0 and group.get("nesterov") == rule.nesterov)
+    return group.get("momentum") == rule.factor and plain
+
+
+def _own(group: dict[str, Any]) -> str:
+    if "momentum" not in group:
+        return "no option 'momentum'"
+    more = [f"dampening {group['dampening']:g}"] * bool(group.get("dampening")) + ["nesterov"] * bool(group.get("nesterov"))
+    return ", ".join([f"momentum {group['momentum']:g}", *more])

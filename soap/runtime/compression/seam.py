@@ -77,8 +77,7 @@ class State:
 
 @dataclass(frozen=True)
 class Selected:
-    """Elements that travel: ``positions`` and ``values``. ``count``: how many of them, a number on the device; None: all. What is behind is
-    padding of value zero."""
+    """Elements that travel: ``positions`` and ``values``, of which the first ``count`` (on the device; None: all); the rest is padding."""
 
     positions: torch.Tensor
     values: torch.Tensor
@@ -164,8 +163,7 @@ def sizes_of(told: torch.Tensor) -> list[int]:
 
 
 def kept_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type of residuals and sums: at least float32, in which hundreds of small bfloat16 gradients add up. RuntimeFailure if gradients
-    of this type cannot be compressed."""
+    """The type of residuals and sums, at least float32. RuntimeFailure if gradients of this type cannot be compressed."""
     if dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
         raise RuntimeFailure(f"a gradient of {dtype} cannot be compressed; expected float32, float64, float16 or bfloat16: leave it dense")
     return torch.promote_types(dtype, torch.float32)

@@ -97,8 +97,7 @@ def sum_keys(values: Array, up: Number, down: Number, first: int, stop: int, lan
 
 @_kernel
 def collect_above(values: Array, up: Number, down: Number, maxima: Array, threshold: Number, first: int, stop: int, found: Array) -> int:
-    """Positions of keys that exceed the threshold, in blocks from ``first`` to ``stop``, in order. Returns how many. ``maxima``: as
-    floats."""
+    """Positions of keys above the threshold, in blocks from ``first`` to ``stop``, in order. Returns how many. ``maxima``: floats."""
     count, at = len(values), 0
     for block in range(first, stop):
         if maxima[block] > threshold:
@@ -176,8 +175,7 @@ class Surveyed:
         return self.values.dtype.type(self.mean + share * (self.largest - self.mean))
 
     def bound(self, count: int) -> Any:
-        """At least ``count`` keys are as large as this number, and all keys that are as large are in blocks whose maximum is. -1 if there
-        are too few blocks to say more."""
+        """At least ``count`` keys are as large as this, all in blocks whose maximum is. -1 if there are too few blocks to say more."""
         blocks = len(self.maxima)
         if not 0 < count <= blocks:
             return self.values.dtype.type(-1)

@@ -1,16 +1,11 @@
 """The program: what every rank does, in one global order that is the same everywhere. Pure data, no torch.
 
-``compile_program`` turns a plan and an order of its tiles into two lists of actions, forward and backward. Each rank executes its own
-part of both lists. An action waits only for actions before it in the list, so ranks cannot wait for each other in a cycle, whatever the
-backend.
+``compile_program`` turns a plan and an order of its tiles into two lists of actions, forward and backward, which take turns if there are
+micro-batches (``Program.interleaved``). Each rank executes its own part of both lists. An action waits only for actions before it in the
+list, so ranks cannot wait for each other in a cycle, whatever the backend.
 
-With micro-batches (``Plan.order``) both passes take turns: ``Program.interleaved`` has the actions of both lists in one.
-
-*Segments.* Consecutive tiles of a rank form one autograd graph until something has to be received or summed for the next tile, or a
-gradient has to be received. Segments can run backward by decreasing start.
-
-In which order tiles and segments run is ``plan.running``'s. ``action_order`` decides what follows tiles and
-segments, ``sync_actions`` how parameters are kept in step; the rest, here, keeps these:
+In which order tiles and segments run is ``plan.running``'s. ``actions`` decides what follows tiles and segments, ``sync_actions`` how
+parameters are kept in step; the rest, here, keeps these:
 
 *Invariant*: no action before the end of the backward pass waits for a number that only the epilogue reads.
 
@@ -54,8 +49,7 @@ from soap.plan.running.run_order import RunOrder, run_order
 from soap.plan.running.segments import Segment, answered_elsewhere, read_elsewhere
 from soap.plan.syncs.bucketing import idle_shards
 from soap.runtime.program import sync_actions
-from soap.runtime.program.action_order import BEFORE, Entry, backward_entries, forward_entries, in_order, interleaved
-from soap.runtime.program.actions import Action, ActionKind
+from soap.runtime.program.actions import BEFORE, Action, ActionKind, Entry, backward_entries, forward_entries, in_order, interleaved
 from soap.runtime.program.sync_actions import after_backward, after_update, before_forward, gather_entries, groups
 
 
@@ -91,8 +85,7 @@ def everyone_knows(plan: Plan, epilogue: LossEpilogue, number_sums: Sequence[Seq
 
 @dataclass(frozen=True)
 class Parted:
-    """``before``: actions of the forward pass. ``sums``: reductions that only the epilogue reads. ``behind``: the epilogue's own actions,
-    which run after the backward pass."""
+    """``before``: actions of the forward pass. ``sums``: reductions that only the epilogue reads. ``behind``: the epilogue's actions."""
 
     before: list[Action]
     sums: list[Action]
@@ -166,8 +159,7 @@ class Program:
 
     @cached_property
     def tags(self) -> tuple[int, ...]:
-        """By message, the tag under which it travels; its gradients have the next one. Messages between two devices are told apart by their
-        number among these, which both ends know."""
+        """By message, its tag among those between the same two devices; its gradients have the next one. Both ends know it."""
         counts: dict[tuple[int, int], int] = {}
         found = []
         for message in self.plan.messages:

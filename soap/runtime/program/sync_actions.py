@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from soap.plan.plan import ASK_NAME, Plan
 from soap.plan.running.backward_order import Turns
 from soap.plan.syncs.gathering import gathers
-from soap.runtime.program.action_order import Entry
-from soap.runtime.program.actions import Action, ActionKind
+from soap.runtime.program.actions import Action, ActionKind, Entry
 from soap.runtime.sync.row_requests import asking_devices
 from soap.runtime.sync.seam import rank_sync
 
@@ -36,8 +35,7 @@ def before_forward(plan: Plan) -> Iterator[Action]:
 
 @dataclass(frozen=True)
 class Gathers:
-    """Where values are gathered for their uses: entries of the forward pass (keys as ``action_order.forward_entries`` has them), and of the
-    backward pass."""
+    """Where values are gathered for their uses: entries of the forward pass (keys as in ``forward_entries``), and of the backward pass."""
 
     forward: tuple[Entry, ...]
     backward: tuple[Entry, ...]
@@ -96,8 +94,7 @@ def uses_of_gathered(plan: Plan, rank: int, passes: Sequence[Collection[int]]) -
 
 
 def after_update(plan: Plan) -> tuple[Action, ...]:
-    """Values from owners to leaders, those of servers first, in the order in which backward passes complete gradients: they are updated as
-    these come. Then from leaders to members."""
+    """Values from owners to leaders, servers' first, in the order in which gradients are complete; then from leaders to members."""
     wanted = [(i, sync, rank_sync(sync.contract).after_update(sync)) for i, sync in enumerate(plan.syncs)]
     wanted.sort(key=lambda own: -min((tile for tile, _ in own[1].uses), default=0) if rank_sync(own[1].contract).serves else 1)
     kinds = (ActionKind.BRING, ActionKind.HAND_ON)

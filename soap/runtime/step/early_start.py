@@ -1,10 +1,5 @@
-"""Early start: exchanging gradients while the backward pass of a segment still runs.
-
-A segment's gradients become complete one by one. An exchange that would follow right after the segment, and that waits for nothing else,
-starts as soon as its own gradient is complete. Exchanges start in the program's order, which all ranks share. Under gloo, messages and
-collectives have separate queues: there a sum may also start before the segment's own messages. ``docs/internals/runtime.md`` draws the
-control flow.
-"""
+"""Early start: exchanging gradients while the backward pass of a segment still runs, each as soon as its own gradient is complete, in the
+program's order. docs/internals/runtime.md (*Synchronization*) draws the control flow."""
 
 from __future__ import annotations
 
@@ -13,8 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from soap.runtime.program.actions import ActionKind
-from soap.runtime.step.micro_batch import MicroBatch
+from soap.runtime.program.actions import ActionKind, MicroBatch
 from soap.runtime.system.memory_room import MemoryRoom
 
 Key = tuple[ActionKind, int]
@@ -23,7 +17,7 @@ Key = tuple[ActionKind, int]
 
 @dataclass(frozen=True)
 class SyncSchedule:
-    """When a rank's gradients are complete in one program (made by ``sync_schedule``).
+    """When a rank's gradients are complete in one program (made by ``step.sync_schedule``).
 
     ``contributions``: synchronization -> how many gradients segments contribute before its first exchange may start. ``follow``: segment ->
     exchanges that start right after it, in order.

@@ -5,7 +5,7 @@ detached leaf. A value is dropped after its last reader on this rank; autograd k
 
 A recomputed segment runs twice: first without autograd, so that it keeps nothing, and again (``recompute``) right before its backward pass
 needs it, from the same leaves, with the same random numbers. It notes statistics only the first time. ``light`` tiles keep their
-outputs, and do not compute their products again (``kept_products``).
+outputs, and do not compute their products again (``KeptProducts``).
 
 What autograd keeps for an offloading tile goes to the host (``kept_on_host``).
 """
@@ -20,29 +20,27 @@ import torch
 
 from soap.model.regions import lengths
 from soap.plan.departures import sending_pass
-from soap.plan.plan import ASK_NAME, message_name, recompute_name, reduce_name, remote_parts
+from soap.plan.plan import ASK_NAME, Exchange, Pattern, exchange_name, message_name, recompute_name, reduce_name, remote_parts
+from soap.plan.plan import Part as MessagePart
 from soap.plan.running.activity import ValueKey
-from soap.runtime.comm.arrivals import Arrivals
-from soap.runtime.comm.assembling import assemble, cut
+from soap.runtime.comm.packing import are_adjacent, assemble, cut
 from soap.runtime.comm.redistribute import Pending
 from soap.runtime.program.actions import ActionKind
-from soap.runtime.program.fused_tiles import Outputs, Unit
-from soap.runtime.program.prepared import Fetched, Parameter, Part, Piece, PreparedTile, PreparedTiles, Source
+from soap.runtime.program.prepared import Fetched, Outputs, Parameter, Part, Piece, PreparedTile, PreparedTiles, Source, StepInputs, Unit
 from soap.runtime.step.gradients import Gradients
 from soap.runtime.step.kept_on_host import KeptOnHost
-from soap.runtime.step.kept_products import KeptProducts
 from soap.runtime.step.state import Output, StepState, leaf
-from soap.runtime.step.step_inputs import StepInputs
 from soap.runtime.sync.look_ups import Asked, LookUps, rows_for
 from soap.runtime.sync.shards import ShardStore
 from soap.simulator.tasks import TaskKind
-from soap.tracing.given import Awaited
-from soap.tracing.model import TileContext, TracedModel
+from soap.strategy.recomputation import has_product
+from soap.tracing.execute import Awaited, TracedModel
+from soap.tracing.model import TileContext
+from soap.tracing.products import Made, first_run, second_run
 
 
 class ForwardPass:
-    """The forward pass of one micro-batch; one method per action. ``given``: inputs and constants. ``on_host``: what tiles
-    offload. ``units``: first tile -> fused tiles."""
+    """The forward pass of a micro-batch, one method per action. ``given``: inputs and constants. ``units``: first tile -> fused tiles."""
 
     def __init__(
         self,
@@ -109,8 +107,7 @@ class ForwardPass:
             ]
 
     def recompute(self, segment: int) -> None:
-        """Run a segment's tiles a second time, so that autograd keeps what their backward pass needs. Parameters' values that are gathered
-        for it stay till then."""
+        """Run a segment's tiles again, so that autograd keeps what their backward pass needs. Gathered parameters stay till then."""
         for sync in self._prepared.needed.get((ActionKind.RECOMPUTE, segment), ()):
             self._values.need(sync)
         context, self.context = self.context, replace(self.context, update_buffers=False)
@@ -395,3 +392,123 @@ class ForwardPass:
 
 def _cut(tensor: torch.Tensor, part: Part) -> torch.Tensor:
     return tensor if part is None else tensor[part]
+
+
+Compute = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
+"""Computes a tile from its inputs."""
+
+
+class KeptProducts:
+    """Keeps what products of ``light`` tiles make in the first runs of a micro-batch, for their second runs (``tracing.products``)."""
+
+    def __init__(self, state: StepState) -> None:
+        self._state = state
+        self._made: dict[int, Made | None] = {}
+
+    def first(self, tile: PreparedTile, inputs: Sequence[torch.Tensor], run: Compute) -> Sequence[torch.Tensor]:
+        """Run a tile, and keep of its products what its second run needs."""
+        needed = [self._state.graph.tensors[own.tensor].requires_grad for own in tile.inputs]
+        leaves = [leaf(own, takes) for own, takes in zip(inputs, needed, strict=True)]
+        with self._state.task(tile.name, TaskKind.FORWARD):
+            outputs, self._made[tile.number] = first_run(lambda: run(leaves), whole=not has_product(tile.operator))
+        return outputs
+
+    def second(self, tile: PreparedTile, inputs: Sequence[torch.Tensor], run: Compute) -> Sequence[torch.Tensor]:
+        """Run a tile again, if it has products without these."""
+        with self._state.task(recompute_name(tile.operator, tile.tile), TaskKind.RECOMPUTE):
+            return second_run(lambda: run(inputs), self._made.pop(tile.number))
+
+
+Held = Callable[[int], torch.Tensor]
+"""Holding of this rank -> its value."""
+
+
+class Arrivals:
+    """This rank's fetches under way. ``take`` waits for a region and returns it. Parts are received straight into the region where they are
+    adjacent in it, else into a buffer, which is copied and dropped."""
+
+    def __init__(self, state: StepState) -> None:
+        self._state, self._plan = state, state.plan
+        self._rooms: dict[int, torch.Tensor] = {}
+        self._pending: dict[int, list[Pending]] = {}
+        self._filled: set[int] = set()
+
+    def expect_message(self, number: int) -> None:
+        """Start receiving a message."""
+        message = self._plan.messages[number]
+        places = [self._place(part) for part in message.parts]
+        pending = self._state.receive(places, message.source, self._state.program.tags[number], message_name(self._plan, message))
+        self._note(message.parts, pending)
+
+    def exchange(self, number: int, held: Held) -> None:
+        """Take part in an exchange."""
+        exchange = self._plan.exchanges[number]
+        if exchange.pattern is Pattern.BROADCAST:
+            self._broadcast(exchange, held)
+            return
+        rank, devices = self._state.rank, exchange.devices
+        given: dict[int, list[torch.Tensor]] = {device: [] for device in devices}
+        expected: dict[int, list[torch.Tensor]] = {device: [] for device in devices}
+        mine = [part for part in exchange.parts if self._plan.fetches[part[0]].device == rank]
+        for part in mine:
+            expected[self._source(part)].append(self._place(part))
+        sent = [part for part in exchange.parts if self._source(part) == rank]
+        for part in sent:
+            given[self._plan.fetches[part[0]].device].append(self._value(part, held))
+        self._include_own(mine, {self._holding(part) for part in sent}, given[rank], expected, held)
+        name = exchange_name(self._plan, exchange)
+        pending = self._state.exchange(exchange.tensor, list(given.values()), list(expected.values()), devices, name)
+        self._note(mine, pending)
+
+    def take(self, fetch: int, held: Held) -> torch.Tensor:
+        """The region of a fetch, once it is complete."""
+        for pending in self._pending.pop(fetch):
+            pending.wait()
+        if fetch not in self._filled:
+            for place in range(len(self._plan.fetches[fetch].pieces)):
+                if self._source((fetch, place)) == self._state.rank:
+                    self._place((fetch, place)).copy_(self._value((fetch, place), held))
+        return self._rooms.pop(fetch)
+
+    def _broadcast(self, exchange: Exchange, held: Held) -> None:
+        source, name = self._source(exchange.parts[0]), exchange_name(self._plan, exchange)
+        if self._state.rank == source:
+            self._state.tell(self._value(exchange.parts[0], held), len(exchange.parts), exchange.devices, name)
+            return
+        part = next(part for part in exchange.parts if self._plan.fetches[part[0]].device == self._state.rank)
+        self._note([part], self._state.hear(self._place(part), source, exchange.devices, name))
+
+    def _include_own(
+        self, parts: Sequence[MessagePart], there: set[int], given: list[torch.Tensor], expected: dict[int, list[torch.Tensor]], held: Held
+    ) -> None:
+        """Send this rank's own pieces to itself, too, if they are ``there`` and make the received parts adjacent: no buffer then."""
+        fetches = {fetch for fetch, _ in parts}
+        if len(fetches) != 1:
+            return
+        (fetch,) = fetches
+        own = [(fetch, k) for k in range(len(self._plan.fetches[fetch].pieces)) if self._source((fetch, k)) == self._state.rank]
+        places = {**expected, self._state.rank: [self._place(part) for part in own]}
+        if {self._holding(part) for part in own} <= there and are_adjacent([place for some in places.values() for place in some]):
+            expected[self._state.rank] = places[self._state.rank]
+            given.extend(self._value(part, held) for part in own)
+            self._filled.add(fetch)
+
+    def _note(self, parts: Sequence[MessagePart], pending: Pending) -> None:
+        for fetch in dict.fromkeys(fetch for fetch, _ in parts):
+            self._pending.setdefault(fetch, []).append(pending)
+
+    def _holding(self, part: MessagePart) -> int:
+        return self._plan.fetches[part[0]].pieces[part[1]].holding
+
+    def _source(self, part: MessagePart) -> int:
+        return self._plan.holdings[self._holding(part)].device
+
+    def _value(self, part: MessagePart, held: Held) -> torch.Tensor:
+        piece = self._plan.fetches[part[0]].pieces[part[1]]
+        return cut(held(piece.holding), self._plan.holdings[piece.holding].box, piece.box)
+
+    def _place(self, part: MessagePart) -> torch.Tensor:
+        fetch = self._plan.fetches[part[0]]
+        if part[0] not in self._rooms:
+            self._rooms[part[0]] = self._state.empty(fetch.box, fetch.tensor)
+        return cut(self._rooms[part[0]], fetch.box, fetch.pieces[part[1]].box)

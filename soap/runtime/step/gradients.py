@@ -8,18 +8,18 @@ from contextlib import contextmanager
 import torch
 
 from soap.plan.plan import Plan
+from soap.plan.syncs.amounts import Group, reading_groups
+from soap.runtime.comm.parcels import Parcels, bytes_of, start_exchange
 from soap.runtime.comm.redistribute import Communicator
-from soap.runtime.compression.dgc import clip_locally, local_limit
+from soap.runtime.compression.dgc import clip_locally, local_limit, scale_of
 from soap.runtime.compression.peer import AS_IT_IS, CompressedTraining
-from soap.runtime.program.actions import ActionKind, part_of
+from soap.runtime.program.actions import WHOLE_STEP, ActionKind, MicroBatch, part_of
 from soap.runtime.program.program import Program
 from soap.runtime.step.early_start import EarlyStart, SyncSchedule
-from soap.runtime.step.micro_batch import WHOLE_STEP, MicroBatch
 from soap.runtime.sync.all_reduce import BucketedSum
-from soap.runtime.sync.compressed import CompressedSum
-from soap.runtime.sync.host_clipping import clip_hosts, peer_groups
-from soap.runtime.sync.row_gradient import RowGradient
+from soap.runtime.sync.compressed import CompressedSum, hosts_sum
 from soap.runtime.sync.row_requests import asking_devices
+from soap.runtime.sync.row_update import RowGradient
 from soap.runtime.sync.seam import Gradient, SyncContext, ranks_part
 from soap.runtime.sync.shards import ShardStore
 from soap.runtime.sync.sparse_rows import RowSync
@@ -150,8 +150,7 @@ class Gradients:
                 self._start(kind, number)
 
     def serve(self, update: Callable[[Sequence[int]], None]) -> None:
-        """Wait for what servers get of one parameter after the other, ``update`` this rank's shards of it, and begin to send it back, while
-        others are still under way. Readers begin to receive."""
+        """Wait for what servers get, parameter by parameter, ``update`` this rank's shards, and begin to send them back and to receive."""
         for number, own in self._served.items():
             if own:
                 self.add_up(own)
@@ -161,8 +160,7 @@ class Gradients:
         self.context.comm.finish_sends()
 
     def refresh(self, watch: Watch = watch_nothing) -> None:
-        """Send values that were updated or loaded to readers that keep copies of them, if ``serve`` has not sent them. Waits until all have
-        arrived."""
+        """Send new values to readers that keep copies of them, unless ``serve`` has sent them. Waits until all have arrived."""
         if not self._after_update:
             return
         for method in self._methods:
@@ -210,3 +208,48 @@ class Gradients:
         """Go on from such a state; called on all ranks at once."""
         for method in self._methods:
             method.restore({shard: state[shard] for shard in method.shards if shard in state})
+
+
+def peer_groups(plan: Plan) -> list[Group]:
+    """The devices in groups that compress as one peer: those of each host, or each alone. All that is compressed is compressed so."""
+    compressed = next((sync for sync in plan.syncs if sync.contract.compresses), None)
+    return [(device,) for device in range(plan.device_count)] if compressed is None else reading_groups(compressed)
+
+
+def clip_hosts(
+    comm: Communicator, groups: Sequence[Group], gradients: Sequence[torch.Tensor], compressed: CompressedSum, limit: float
+) -> None:
+    """Scale down, in place, this rank's ``gradients`` and the host's sums of what is compressed, so that the norm of all that the host
+    gives to the total is at most ``limit``. Called on all ranks at once, once what is compressed is being collected."""
+    [group] = [group for group in groups if comm.rank in group]
+    sums = _added_up(comm, group, gradients)
+    own = compressed.hosts_gradients() if comm.rank == group[0] else []
+    scale = torch.ones(1, dtype=torch.float64, device=comm.device)
+    if comm.rank == group[0]:
+        scale.fill_(scale_of([*sums, *own], limit))
+    _give(comm, group, scale)
+    for tensor in (*gradients, *own):
+        tensor.mul_(scale.to(tensor.dtype))
+
+
+def _added_up(comm: Communicator, group: Group, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """On the first of a group its ranks' gradients, summed in their order; on others what they have themselves."""
+    peer, *others = group
+    places = {device: [torch.empty_like(own) for own in gradients] for device in others if comm.rank == peer}
+    for dtype in dict.fromkeys(own.dtype for own in gradients):
+        chosen = [i for i, own in enumerate(gradients) if own.dtype == dtype]
+        parcels = {} if comm.rank == peer else {peer: [gradients[i] for i in chosen]}
+        _exchange(comm, parcels, {device: [own[i] for i in chosen] for device, own in places.items()}, gradients[chosen[0]])
+    return [hosts_sum([own, *(parts[i] for parts in places.values())]) for i, own in enumerate(gradients)]
+
+
+def _give(comm: Communicator, group: Group, scale: torch.Tensor) -> None:
+    """From the first of a group to its others."""
+    peer, *others = group
+    parcels: Parcels = {device: [scale] for device in others} if comm.rank == peer else {}
+    _exchange(comm, parcels, {} if comm.rank == peer else {peer: [scale]}, scale)
+
+
+def _exchange(comm: Communicator, parcels: Parcels, places: Parcels, like: torch.Tensor) -> None:
+    comm.traffic.handed_bytes += bytes_of(parcels) + bytes_of(places)
+    start_exchange(comm, tuple(range(comm.world_size)), parcels, places, like.new_empty(0)).wait()

@@ -78,8 +78,7 @@ class KeptOnHost:
 
     @contextmanager
     def keeping(self, tile: int, stays: Iterable[torch.Tensor], timed: Timed) -> Iterator[None]:
-        """The time in which a tile computes: what autograd saves then is copied to the host at the end, except what shares memory with
-        ``stays``. ``timed``: times the copy."""
+        """While a tile computes: what autograd saves is copied to the host at the end, unless it shares memory with ``stays``."""
         places = {tensor.untyped_storage().data_ptr() for tensor in stays if tensor.numel()}
         saved: list[_Handle] = []
 
@@ -179,8 +178,7 @@ class KeptOnHost:
 
 
 def _copies_of(handles: Sequence[_Handle]) -> list[_Copy]:
-    """Copies of what these handles stand for, tensors in one memory: of the part of it that they span, or of each tensor by itself, as is
-    fewer bytes. The handles are told where their tensors are."""
+    """Copies of what these handles stand for, in one memory: of the part that they span, or of each, as is fewer bytes."""
     views = {_view_of(handle.tensor): handle.tensor for handle in handles}
     widest = max(view.dtype.itemsize for view in views)
     start = min(view.offset_bytes for view in views) // widest * widest

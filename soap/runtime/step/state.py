@@ -16,13 +16,12 @@ from soap.plan.delivery import reduced_tensor
 from soap.plan.departures import PASSES_UNDER_WAY, Route
 from soap.plan.plan import Reduction
 from soap.plan.running.activity import ValueKey
-from soap.runtime.comm.assembling import cut
-from soap.runtime.comm.packing import land, pack, plain
+from soap.runtime.comm.packing import cut, land, pack, plain
 from soap.runtime.comm.redistribute import Communicator, Pending
 from soap.runtime.program.program import Program
 from soap.runtime.trace import Recorder
 from soap.simulator.tasks import TaskKind
-from soap.tracing.given import Awaited
+from soap.tracing.execute import Awaited
 
 NOTHING: Mapping[ValueKey, int] = MappingProxyType({})
 """No readers."""
@@ -261,8 +260,7 @@ class StepState:
         return pending
 
     def gather_cells(self, own: torch.Tensor, whole: torch.Tensor, reduction: Reduction, name: str) -> Pending:
-        """Start an all-gather of a reduction's cells into ``whole`` on each of its devices. ``own``: this rank's cell, which is sent from
-        where it lies if it is contiguous."""
+        """Start an all-gather of a reduction's cells into ``whole`` on each of its devices. ``own``: this rank's cell."""
         places = [cut(whole, reduction.box, cell) for cell in reduction.cells]
         buffer, finish = land([place for place in places if place.numel()])
         sizes = [place.numel() for place in places]

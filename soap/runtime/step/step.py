@@ -26,6 +26,7 @@ from soap.plan.plan import (
     Part,
     Pattern,
     Plan,
+    ShardSync,
     backward_name,
     exchange_name,
     message_name,
@@ -33,28 +34,26 @@ from soap.plan.plan import (
     remote_parts,
 )
 from soap.plan.samples import label_counts
-from soap.runtime.comm.assembling import cut
+from soap.runtime.comm.packing import cut
 from soap.runtime.comm.position import HERE
 from soap.runtime.comm.redistribute import Communicator, Pending
 from soap.runtime.compression.peer import AS_IT_IS, CompressedTraining
-from soap.runtime.program.actions import LAST_ONLY, Action, ActionKind, part_of
-from soap.runtime.program.fused_tiles import units_of
-from soap.runtime.program.prepared import PreparedTile, PreparedTiles
+from soap.runtime.program.actions import LAST_ONLY, WHOLE_STEP, Action, ActionKind, MicroBatch, part_of
+from soap.runtime.program.prepared import PreparedTile, PreparedTiles, StepInputs, units_of
 from soap.runtime.program.program import Program, task_name
-from soap.runtime.program.sync_schedule import sync_schedule
+from soap.runtime.step.early_start import Key, SyncSchedule
 from soap.runtime.step.forward import ForwardPass
 from soap.runtime.step.gradients import Gradients
 from soap.runtime.step.kept_on_host import KeptOnHost
-from soap.runtime.step.micro_batch import WHOLE_STEP, MicroBatch
 from soap.runtime.step.state import Output, StepState, ValueStore
-from soap.runtime.step.step_inputs import StepInputs
 from soap.runtime.sync.look_ups import LookUps
+from soap.runtime.sync.seam import rank_sync
 from soap.runtime.sync.shards import ShardStore
 from soap.runtime.system.memory_room import MemoryRoom
 from soap.runtime.trace import Recorder
 from soap.simulator.tasks import TaskKind
-from soap.tracing.given import Awaited, given
-from soap.tracing.model import TileContext, TracedModel
+from soap.tracing.execute import Awaited, TracedModel, given
+from soap.tracing.model import TileContext
 
 
 class Halves:
@@ -449,3 +448,59 @@ def _handlers(forward: ForwardPass, backward: BackwardPass, gradients: Gradients
         ActionKind.SYNC: partial(gradients.start, ActionKind.SYNC),
     }
     return {kind.name: handler for kind, handler in handlers.items()}
+
+
+def sync_schedule(program: Program, rank: int, early: bool = True, *, messages_apart: bool = False) -> SyncSchedule:
+    """When a rank's gradients are complete. Not ``early``: each exchange waits for its own action. ``messages_apart``: ``Communicator``."""
+    actions = part_of(program.interleaved or program.backward, rank)
+    waiting = {action.subject for action in actions if action.kind in LAST_ONLY}
+    contributions = {number: _contributions(program, rank, program.plan.syncs[number]) for number in waiting}
+    return SyncSchedule(contributions, _followers(program.plan, actions, messages_apart) if early else {})
+
+
+def _contributions(program: Program, rank: int, sync: ShardSync) -> int:
+    """How many gradients this rank's segments contribute to a synchronization: one per segment and leaf. Each region is a leaf."""
+    return sum(len({program.segment_of[tile] for tile in _active(program, rank, region.uses)}) for region in sync.regions)
+
+
+def _active(program: Program, rank: int, uses: Sequence[tuple[int, int]]) -> Iterator[int]:
+    return (tile for tile, _ in uses if tile in program.activity.tiles and program.plan.tiles[tile].device == rank)
+
+
+def _followers(plan: Plan, actions: Sequence[Action], messages_apart: bool) -> dict[int, tuple[Key, ...]]:
+    """Segment -> the exchanges that may start right after it: they wait for nothing else and overtake nothing that comes first."""
+    collected = {action.subject for action in actions if action.kind is ActionKind.COLLECT}
+
+    def starts(action: Action) -> bool:
+        return action.kind is ActionKind.COLLECT or (action.kind is ActionKind.SYNC and action.subject not in collected)
+
+    def behind(following: Iterable[Action]) -> Iterator[Key]:
+        passed = False
+        for action in following:
+            if starts(action) and (not passed or _is_collective(plan, action)):
+                yield action.kind, action.subject
+            elif messages_apart and _is_of_messages(plan, action):
+                passed = True
+            else:
+                return
+
+    passes = (ActionKind.SEGMENT, ActionKind.WEIGHTS)  # of a segment in two the second one counts
+    segments = {action.subject: place for place, action in enumerate(actions) if action.kind in passes}
+    return {number: tuple(behind(actions[place + 1 :])) for number, place in segments.items()}
+
+
+def _is_collective(plan: Plan, action: Action) -> bool:
+    """Whether an action may overtake messages."""
+    return action.kind is ActionKind.SYNC and rank_sync(plan.syncs[action.subject].contract).collective
+
+
+def _is_of_messages(plan: Plan, action: Action) -> bool:
+    """Whether an action returns gradients of activations by point-to-point messages alone."""
+    match action.kind:
+        case ActionKind.RETURN:
+            return True
+        case ActionKind.RETURN_EXCHANGE:
+            return plan.exchanges[action.subject].pattern is not Pattern.BROADCAST
+        case ActionKind.REDUCE_GRADIENT:
+            return bool(plan.reductions[action.subject].cells)
+    return False

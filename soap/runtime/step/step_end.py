@@ -12,14 +12,12 @@ from soap.plan.offloading import from_host_name, host_update_name, to_host_name
 from soap.plan.plan import Plan, serve_name, update_name
 from soap.runtime.comm.position import HERE
 from soap.runtime.comm.redistribute import Communicator
+from soap.runtime.compression.dgc import DecayMomentum
 from soap.runtime.step.gradients import Gradients
 from soap.runtime.sync.row_update import Updater
 from soap.runtime.trace import Recorder, Watch, watch_nothing
-from soap.runtime.updates.clipping import limit, squares, summed
-from soap.runtime.updates.loss_scaling import LossScaler
-from soap.runtime.updates.momentum import DecayMomentum
-from soap.runtime.updates.offloading import Offloading
-from soap.runtime.updates.parts import merged
+from soap.runtime.updates.loss_scaling import LossScaler, limit, squares, summed
+from soap.runtime.updates.parts import Offloading, merged
 from soap.runtime.updates.trial import updates_elementwise
 from soap.simulator.tasks import TaskKind
 

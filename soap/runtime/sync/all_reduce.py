@@ -1,9 +1,5 @@
-"""All-reduces of gradients: one buffer per synchronization, which lives for the whole training.
-
-The gradients of shards that several devices own are views of the buffers. Autograd leaves a segment's contribution on the shard, in
-``.grad``. A hook moves it into the buffer at once, while it is still in the processor's cache. The gradient of a shard that one device owns
-stays where autograd adds it up.
-"""
+"""All-reduces of gradients: one buffer per synchronization, which lives for the whole training, and into which hooks move each contribution
+at once. The gradient of a shard that one device owns stays where autograd adds it up."""
 
 from __future__ import annotations
 
@@ -14,8 +10,7 @@ import torch
 
 from soap.plan.plan import ShardSync
 from soap.runtime.comm.redistribute import Pending
-from soap.runtime.program.actions import ActionKind
-from soap.runtime.step.micro_batch import MicroBatch
+from soap.runtime.program.actions import ActionKind, MicroBatch
 from soap.runtime.sync.seam import Gradient, RankSync, SyncContext
 from soap.runtime.trace import Watch
 

@@ -1,11 +1,7 @@
 """Compressed gradients on a rank: the local gradient is collected as for an all-reduce; what travels is what the compressor makes of it.
 
-As soon as a bucket's gradients are complete, its shards are selected one after the other, and their first messages leave together
-(``compression.joining``). All that comes later (answers, sums) waits for the end of the backward pass. There all buckets go on in one
-order, which is the same on all ranks: each sends its second message before the first one waits for its own.
-
-With local aggregation only peers do that (``ShardSync.peers``), for the sums of their host's gradients, which they first get from the
-host's other readers. Behind all exchanges peers give these the sums. Gradients of a host are summed as peers sum, at least in float32.
+A bucket's first messages leave as soon as its gradients are complete; all that comes later waits for the end of the backward pass, where
+buckets go on in one order on all ranks. With local aggregation only peers do that (``ShardSync.peers``), for the sums of their hosts.
 """
 
 from __future__ import annotations
@@ -21,12 +17,9 @@ from soap.plan.plan import Plan, ShardSync, sync_name
 from soap.plan.syncs.compressed import COLLECT, EXCHANGES, HAND_ON
 from soap.runtime.comm.parcels import Parcels, bytes_of, start_exchange
 from soap.runtime.comm.redistribute import Pending
-from soap.runtime.compression.joining import Joint, joined
-from soap.runtime.compression.peer import CompressedTraining, Peer
+from soap.runtime.compression.peer import CompressedTraining, Joint, Peer, in_order, joined
 from soap.runtime.compression.seam import State, kept_dtype
-from soap.runtime.compression.together import in_order
-from soap.runtime.program.actions import ActionKind
-from soap.runtime.step.micro_batch import MicroBatch
+from soap.runtime.program.actions import ActionKind, MicroBatch
 from soap.runtime.sync.all_reduce import BucketedSum
 from soap.runtime.sync.roles import Roles, roles_of
 from soap.runtime.sync.seam import Gradient, SyncContext

@@ -9,14 +9,14 @@ import torch
 from soap.model.regions import Box, whole
 from soap.plan.plan import Plan
 from soap.plan.tiling import tiles_of
-from soap.runtime.comm.assembling import assemble, cut
-from soap.runtime.program.prepared import PreparedTile, PreparedTiles, RowsRead
-from soap.runtime.step.step_inputs import StepInputs
-from soap.runtime.sync.row_gradient import common_rows
+from soap.runtime.comm.packing import assemble, cut
+from soap.runtime.program.prepared import PreparedTile, PreparedTiles, RowsRead, StepInputs
+from soap.runtime.sync.row_update import common_rows
 from soap.runtime.sync.shards import ShardStore
 from soap.runtime.sync.sparse_rows import RowSync
 from soap.strategy.config import OpConfig
-from soap.tracing.model import TileContext, TracedModel
+from soap.tracing.execute import TracedModel
+from soap.tracing.model import TileContext
 
 Asked = dict[tuple[int, int], torch.Tensor]
 """(tile, parameter position) -> the rows that it looks up, ascending."""
@@ -68,8 +68,7 @@ def note_rows(
 def rows_for(
     number: int, own: RowsRead, asked: Asked, syncs: Mapping[int, RowSync], shards: ShardStore
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The compact table that a tile reads of a sparse parameter, shape (rows, ...), and the row numbers, ascending. ``syncs``: by position
-    in the plan."""
+    """The compact table (rows, ...) that a tile reads of a sparse parameter, and its row numbers, ascending. ``syncs``: by position."""
     if own.sole is not None:
         return syncs[own.sole].leaf(own.sole), syncs[own.sole].rows(own.sole)
     rows, region = asked[number, own.place], own.region

@@ -1,10 +1,5 @@
-"""Dense parameters on servers: readers push the gradients of their copies, servers add these up, and readers pull the updated values.
-
-Each partition of a region is a shard of its server. With local aggregation, the readers of a host push and pull through their leader.
-
-Where servers send each value back as soon as they have updated it, a reader receives it while its backward pass goes on: straight into its
-copy, which nobody reads any more once its gradient is complete.
-"""
+"""Dense parameters on servers: readers push the gradients of their copies, servers add these up, and readers pull the updated values. Each
+partition of a region is a shard of its server. With local aggregation, the readers of a host push and pull through their leader."""
 
 from __future__ import annotations
 
@@ -14,12 +9,10 @@ from typing import ClassVar
 import torch
 
 from soap.plan.plan import Plan, ShardSync
-from soap.runtime.comm.assembling import cut
-from soap.runtime.comm.packing import adjacent, are_adjacent
+from soap.runtime.comm.packing import adjacent, are_adjacent, cut
 from soap.runtime.comm.parcels import Parcels, bytes_of, start_exchange
 from soap.runtime.comm.redistribute import Pending
-from soap.runtime.program.actions import ActionKind
-from soap.runtime.step.micro_batch import MicroBatch
+from soap.runtime.program.actions import ActionKind, MicroBatch
 from soap.runtime.sync.roles import pieces_read, roles_of
 from soap.runtime.sync.seam import Gradient, RankSync, SyncContext
 from soap.runtime.trace import Watch

@@ -14,8 +14,7 @@ from soap.plan.plan import Plan, ShardSync
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """``readers``: devices, ascending. ``leaders``: the leader of each reader, in the same order. ``parts``: (shard, device that owns it),
-    in the order of the shards."""
+    """``readers``: devices, ascending. ``leaders``: of each reader, in their order. ``parts``: (shard, owner), in the order of shards."""
 
     readers: tuple[int, ...]
     leaders: tuple[int, ...]
@@ -50,14 +49,12 @@ def roles_of(plan: Plan, sync: ShardSync) -> Roles:
 
 
 def pieces(plan: Plan) -> list[Box]:
-    """Boxes of the pieces that parameter regions of tiles consist of: first all shards of the plan, then the regions of all
-    synchronizations, in the order of ``Plan.syncs``."""
+    """Boxes of the pieces of tiles' parameter regions: all shards of the plan, then the regions of all synchronizations."""
     return [*(shard.box for shard in plan.shards), *(region.box for sync in plan.syncs for region in sync.regions)]
 
 
 def pieces_read(plan: Plan) -> list[tuple[int, ...]]:
-    """For each synchronization, the pieces that tiles read, one for each of its regions: the region if owners have parts of it, else its
-    only shard."""
+    """By synchronization, the pieces that tiles read, one a region: the region if owners have parts of it, else its only shard."""
     found, following = [], len(plan.shards)
     for sync in plan.syncs:
         own = tuple(range(following, following + len(sync.regions)))

@@ -16,7 +16,7 @@ from soap.plan.plan import Plan
 from soap.runtime.comm.parcels import Parcels, bytes_of, start_exchange
 from soap.runtime.comm.redistribute import Communicator
 from soap.runtime.sync.roles import roles_of
-from soap.runtime.sync.row_gradient import common_rows
+from soap.runtime.sync.row_update import common_rows
 
 Lists = dict[int, list[tuple[int, int]]]
 """Device -> the (synchronization, shard) pairs whose rows it sends or receives."""

@@ -1,9 +1,6 @@
-"""Updating only the rows of a table that have gradients, with any torch optimizer whose update is elementwise.
-
-*Exact* (the default): rows without gradient are skipped if a zero gradient changes neither a row nor its state; otherwise the owner of the
-shard makes the gradient dense. *Lazy*: rows that a step does not look up keep their values and state, whatever the optimizer; step counters
-still advance for the whole table.
-"""
+"""Gradients of some rows of a table, and updates of only the rows that have some, with any torch optimizer whose update is elementwise.
+*Exact*: rows are skipped only where a zero gradient changes neither them nor their state. *Lazy*: rows that a step does not look up always
+keep both."""
 
 from __future__ import annotations
 
@@ -11,13 +8,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from soap.errors import RuntimeFailure
 from soap.model.regions import Box
-from soap.runtime.sync.row_gradient import RowGradient
 
 T = TypeVar("T")
 Item = TypeVar("Item")
@@ -197,3 +193,41 @@ def _put_back(updated: tuple[_Compact, dict[str, Any], dict[str, Any]]) -> dict[
 
 def _is_by_row(value: Any, shard: torch.Tensor) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == shard.shape
+
+
+class RowGradient(NamedTuple):
+    """The gradient of some rows. ``rows``: distinct row numbers, ascending, int64. ``values``: their gradients, shape (rows, ...)."""
+
+    rows: torch.Tensor
+    values: torch.Tensor
+
+    def dense(self, first: int, count: int) -> torch.Tensor:
+        """The gradient of the rows ``first`` to ``first + count``, with zeros for rows that are missing here."""
+        whole = self.values.new_zeros((count, *self.values.shape[1:]))
+        whole[self.rows - first] = self.values
+        return whole
+
+    @staticmethod
+    def of(gradient: torch.Tensor, rows: torch.Tensor, first: int) -> RowGradient:
+        """The gradients of ascending ``rows``, taken from a dense gradient whose first row has number ``first``; others are left out."""
+        there = rows[(rows >= first) & (rows < first + len(gradient))]
+        return RowGradient(there, gradient.index_select(0, there - first))
+
+
+def add_up(parts: Sequence[RowGradient]) -> RowGradient:
+    """The sum of one or more row gradients, added in the given order: equal parts give equal bits."""
+    if len(parts) == 1:
+        return parts[0]
+    rows: torch.Tensor = torch.unique(torch.cat([part.rows for part in parts]))
+    values = parts[0].values.new_zeros((len(rows), *parts[0].values.shape[1:]))
+    for part in parts:
+        values.index_add_(0, torch.searchsorted(rows, part.rows), part.values)
+    return RowGradient(rows, values)
+
+
+def common_rows(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The union of one or more lists of rows, ascending."""
+    if len(rows) == 1:
+        return rows[0]
+    found: torch.Tensor = torch.unique(torch.cat(list(rows)))
+    return found

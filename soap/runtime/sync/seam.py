@@ -1,9 +1,5 @@
-"""The seam between a step and the methods that synchronize parameters: one rank's part of a method, and how it is found.
-
-A method does three things. It says which exchanges each synchronization needs in which phase of a step. It starts them when the program
-reaches them (or earlier, see ``early_start``). After a step's last micro-batch it has the gradients of the shards that this rank owns.
-Programs and steps walk over ``Plan.syncs`` and never ask for a method's name.
-"""
+"""The seam between a step and the methods that synchronize parameters: one rank's part of a method, and how it is found. Programs and steps
+walk over ``Plan.syncs`` and never ask for a method's name."""
 
 from __future__ import annotations
 
@@ -20,12 +16,10 @@ import torch
 from soap.plan.plan import Plan, ShardSync, sync_name
 from soap.runtime.comm.redistribute import Communicator, Pending
 from soap.runtime.compression.peer import AS_IT_IS, CompressedTraining
-from soap.runtime.program.actions import ActionKind
+from soap.runtime.program.actions import ActionKind, MicroBatch
 from soap.runtime.step.early_start import EarlyStart
-from soap.runtime.step.micro_batch import MicroBatch
-from soap.runtime.sync.row_gradient import RowGradient
 from soap.runtime.sync.row_requests import RowRequests
-from soap.runtime.sync.row_update import parallel
+from soap.runtime.sync.row_update import RowGradient, parallel
 from soap.runtime.sync.shards import ShardStore
 from soap.runtime.trace import Watch, watch_nothing
 from soap.simulator.tasks import TaskKind

@@ -15,8 +15,7 @@ import torch
 
 from soap.plan.plan import ShardSync
 from soap.plan.syncs.gathering import UNDER_WAY
-from soap.runtime.program.actions import ActionKind
-from soap.runtime.step.micro_batch import MicroBatch
+from soap.runtime.program.actions import ActionKind, MicroBatch
 from soap.runtime.sync.seam import SyncContext
 from soap.runtime.sync.sharded_state import Gathering, Scattering, ShardedState
 from soap.runtime.sync.shards import keep_memory
@@ -94,8 +93,7 @@ class Sharded(ShardedState):
         return False  # there was room
 
     def _add_up(self, scattered: Scattering) -> None:
-        """Others have begun to receive when theirs has come, so what this rank sends leaves soon: wait for that, too, so that its memory is
-        free."""
+        """Others have begun to receive when theirs has come, so wait until what this rank sends has left: its memory is free then."""
         super()._add_up(scattered)
         self.comm.release(scattered.left)
 

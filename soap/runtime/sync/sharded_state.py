@@ -1,13 +1,8 @@
 """Sharded optimizer states: gradients are reduce-scattered to the readers that own parts, updated values are all-gathered from them.
 
-Large parts travel from where they lie to where they belong: gradients from the tensors that autograd has made, values from copy to copy.
-Small ones are collected in a buffer, ordered by owner, and travel together (``shards``). Owners add up what they get in the order of the
-readers, so that equal runs give equal bits. Both exchanges are messages between all pairs: gloo's own reduce-scatter moves twice the bytes.
-Between accelerators both are collectives of equal parts (``plan.syncs.even_parts``), which add up on the way: the buffer then has room for
-as much of each owner as of the one that owns most.
-
-If each host has a copy in parts, both stay inside hosts, and the holders of the same parts all-reduce their sums in between: ``collect``
-scatters, ``synchronize`` sums.
+Large parts travel from where they lie to where they belong; small ones are collected in a buffer, ordered by owner (``shards``). If each
+host has a copy in parts, both stay inside hosts, and the holders of the same parts all-reduce their sums in between: ``collect`` scatters,
+``synchronize`` sums. docs/internals/runtime.md (*Sharded states*) says more.
 """
 
 from __future__ import annotations
@@ -28,8 +23,7 @@ from soap.plan.syncs.sharing import copies_of, holders
 from soap.runtime.comm.packing import pack
 from soap.runtime.comm.parcels import all_gather_parts, exchange_pieces, reduce_scatter_parts
 from soap.runtime.comm.redistribute import Pending
-from soap.runtime.program.actions import ActionKind
-from soap.runtime.step.micro_batch import MicroBatch
+from soap.runtime.program.actions import ActionKind, MicroBatch
 from soap.runtime.sync.roles import pieces_read
 from soap.runtime.sync.seam import Gradient, RankSync, SyncContext
 from soap.runtime.sync.shards import Layout
@@ -135,8 +129,7 @@ class Scattering:
 
 
 class ShardedState(RankSync):
-    """A rank's part as reader and as owner. A reader's copy of a region is a leaf of the ``ShardStore``; the parts that it owns are views
-    of it."""
+    """A rank's part as reader and as owner. A reader's copy is a leaf of the ``ShardStore``; the parts that it owns are views of it."""
 
     gives: ClassVar[str] = "scatter"
     brings: ClassVar[str] = "gather"
@@ -196,8 +189,7 @@ class ShardedState(RankSync):
                 leaf.grad = None
 
     def synchronize(self, number: int) -> None:
-        """Send each owner its part of this rank's gradients; or, if there are several copies, begin to sum what has come for this rank's
-        own part over its holders."""
+        """Send each owner its part of this rank's gradients; with several copies, begin to sum this rank's own part over its holders."""
         sync, layout = self.syncs[number], self._layouts[number]
         if not sync.aggregated:
             self._scatter(number, ActionKind.SYNC)

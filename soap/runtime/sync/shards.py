@@ -9,20 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from soap.errors import RuntimeFailure
+from soap.model.dtypes import name_of, replaced
+from soap.model.graph import OperatorGraph
 from soap.model.regions import Box, lengths, relative, volume, whole
 from soap.plan.plan import Plan, ShardSync
 from soap.plan.syncs.even_parts import is_even
 from soap.plan.syncs.large_parts import large_regions
 from soap.plan.syncs.sharing import copies_of, holders
-from soap.runtime.comm.assembling import assemble, cut
+from soap.runtime.comm.packing import assemble, cut
 from soap.runtime.comm.redistribute import Communicator
-from soap.runtime.run_types import run_dtype
 from soap.runtime.sync.roles import pieces, pieces_read, uses_of_pieces
+from soap.tracing.execute import TracedModel
 
 
 class Layout:
@@ -160,8 +162,7 @@ class ShardStore:
     def _make_copies(
         self, parameters: Mapping[str, torch.Tensor], device: torch.device, dtype: torch.dtype | None, share: bool
     ) -> dict[int, torch.Tensor]:
-        """Allocate this rank's copies of dense regions in parts. Returns shard -> view, for the parts that this rank owns itself: of its
-        copy, or of what it sends together."""
+        """Allocate this rank's copies of dense regions in parts. Returns shard -> view, for parts that it owns: of its copy, or apart."""
         mine: dict[int, torch.Tensor] = {}
         for number, (own, read) in enumerate(zip(self.plan.syncs, pieces_read(self.plan), strict=True)):
             if not own.contract.owned_in_parts or own.contract.by_rows or self.rank not in own.readers:
@@ -227,8 +228,7 @@ class ShardStore:
 
 
 def keep_memory(leaf: torch.Tensor, *, kept: bool) -> None:
-    """Give a contiguous tensor its memory, without values, or free it. Tensors that share the memory, such as those that autograd has
-    saved, share its size, too."""
+    """Give a contiguous tensor its memory, without values, or free it; also for all that share it, as what autograd has saved."""
     storage = leaf.untyped_storage()
     size = leaf.nbytes if kept else 0
     if storage.nbytes() != size:
@@ -260,3 +260,22 @@ def gather_regions(
         elif comm.rank == owner:
             comm.send(values[number], 0, tag)
     comm.finish_sends()
+
+
+def run_dtype(graph: OperatorGraph, name: str, dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype of a graph's tensor at run time: its own, or ``dtype`` in place of a floating-point one."""
+    own: Any = getattr(torch, graph.tensors[name].dtype)
+    assert isinstance(own, torch.dtype)
+    return replaced(own, dtype)
+
+
+def model_in_type(model: TracedModel, plan: object, dtype: torch.dtype | None) -> TracedModel:
+    """The model to compute in ``dtype``: traced again if its program names other types. RuntimeFailure if the plan is for these."""
+    other = model if dtype is None else model.in_type(dtype)
+    if other is not model and isinstance(plan, Plan):
+        name = name_of(dtype)  # type: ignore[arg-type]
+        raise RuntimeFailure(
+            f"dtype {name}: the program of {model.graph.name!r} names types, and the plan is for them; expected a plan for the model of "
+            f"soap.load(..., dtype={name!r})"
+        )
+    return other

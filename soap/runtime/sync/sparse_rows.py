@@ -17,18 +17,16 @@ from soap.model.regions import lengths
 from soap.plan.plan import Plan, ShardSync
 from soap.runtime.comm.parcels import Parcels, bytes_of, start_exchange
 from soap.runtime.comm.redistribute import Pending
-from soap.runtime.program.actions import ActionKind
-from soap.runtime.step.micro_batch import MicroBatch
+from soap.runtime.program.actions import ActionKind, MicroBatch
 from soap.runtime.sync.roles import Roles
-from soap.runtime.sync.row_gradient import RowGradient, add_up, common_rows
 from soap.runtime.sync.row_requests import Wanted
+from soap.runtime.sync.row_update import RowGradient, add_up, common_rows
 from soap.runtime.sync.seam import RankSync, SyncContext
 from soap.runtime.trace import Watch
 
 
 class Member:
-    """A rank whose tiles look rows up. ``blank``: an empty table, shape (0, ...). ``leaf``: the compact table of this micro-batch.
-    ``gradient``: the sum over the micro-batches so far."""
+    """A rank whose tiles look rows up. ``blank``: an empty table. ``leaf``: this micro-batch's table. ``gradient``: the sum so far."""
 
     def __init__(self, blank: torch.Tensor) -> None:
         self.blank = blank

@@ -15,9 +15,8 @@ class Clock:
     """This machine's clock; emulation overrides it."""
 
     def now_ns(self) -> int:
-        """The time at which the device has finished what the thread has computed, on the clock ``time.perf_counter_ns``. It is later than
-        now by delays that have not taken effect yet, and earlier if other processes have had the core. Does not sleep: after a sleep a core
-        computes more slowly."""
+        """When the device has finished what the thread has computed, on the clock ``time.perf_counter_ns``: later than now by delays to
+        come, earlier if others have had the core. Does not sleep: a core computes more slowly after that."""
         return time.perf_counter_ns()
 
     def busy_ns(self) -> int | None:

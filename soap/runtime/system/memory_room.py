@@ -1,17 +1,5 @@
-"""Keeps what a rank frees as long as the holes between what it holds leave room for what comes next.
-
-Freed memory that is kept is there at once when it is allocated again; memory that went back to the system comes with pages that are cleared
-anew, one fault each. But kept memory has holes: a step whose tensors take 450 MB took 680 to 720 MB. Where a rank has room for that
-(``malloc.HOLES``), it keeps everything and looks no further. Where it has not, it looks between the actions of each step how much the
-process holds, and all that is free goes back (one call, ``malloc.give_back``) before too much would be held.
-
-A step does the same again and again, so what comes next is known from the steps before: by how much the process grows until the next look
-at most, when nothing is free, and how much it grew last, when what was free was used again. The first steps give back at each look, which
-shows the first of both, and what the process comes to in any case: up to a little above that nothing is lost by keeping.
-
-What counts is what the kernel says of the process: anonymous memory beyond what it had when its tensors were about to be made. So holes,
-kernels' workspaces and Python's own objects are part of it.
-"""
+"""Keeps what a rank frees as long as the holes between what it holds leave room for what comes next, which is known from the steps before;
+else all that is free goes back (docs/internals/runtime.md, *Memory*)."""
 
 from __future__ import annotations
 
@@ -22,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from soap.runtime.system import malloc
+from soap.runtime.system import process
 
 LEARNED = 2
 """At so many visits of a place what is free goes back before it, so that all that is needed there shows: the first one also allocates what
@@ -37,8 +25,7 @@ _PAGE_BYTES = resource.getpagesize()
 
 @dataclass(slots=True)
 class _Place:
-    """A moment of a step. Until the next one, the process grows by ``needs_bytes`` at most, which is seen when nothing is free, and grew by
-    ``grew_bytes`` last when something was."""
+    """A moment of a step: until the next one the process grows by ``needs_bytes`` if nothing is free, and grew by ``grew_bytes`` last."""
 
     visits: int = 0
     needs_bytes: int = 0
@@ -46,11 +33,10 @@ class _Place:
 
 
 class MemoryRoom:
-    """What a process may hold: ``limit_bytes`` more than when this is made, of which ``there_bytes`` are there already. Linux, GNU's C
-    library (``room_within`` asks for both)."""
+    """A process may hold ``limit_bytes`` more than now, of which ``there_bytes`` are there. Linux, GNU's C library (``room_within``)."""
 
     def __init__(self, limit_bytes: int, there_bytes: int = 0) -> None:
-        malloc.give_back()
+        process.give_back()
         surprise = limit_bytes // SURPRISE
         self._most_bytes, self._trusted_bytes = held_bytes() - there_bytes + limit_bytes - surprise, max(surprise, LITTLE_BYTES)
         self._places: dict[Hashable, _Place] = {}
@@ -75,7 +61,7 @@ class MemoryRoom:
         more = place.grew_bytes if place.needs_bytes <= self._trusted_bytes else place.needs_bytes
         self._gave_back = place.visits <= LEARNED or held + more > self._most_bytes
         if self._gave_back:
-            malloc.give_back()
+            process.give_back()
             held = held_bytes()
         self._last, self._held_bytes = place, held
 
@@ -95,8 +81,8 @@ class MemoryRoom:
 def room_within(most_bytes: int, limit_bytes: int, there_bytes: int = 0) -> MemoryRoom | None:
     """For a process that may hold ``most_bytes`` and has ``limit_bytes``, ``there_bytes`` of it already: what looks after its memory; None
     if there is room for all holes, or the C library does not let us choose. From then on freed memory is kept."""
-    able = malloc.keep_freed_memory()
-    return MemoryRoom(limit_bytes, there_bytes) if able and most_bytes * malloc.HOLES > limit_bytes else None
+    able = process.keep_freed_memory()
+    return MemoryRoom(limit_bytes, there_bytes) if able and most_bytes * process.HOLES > limit_bytes else None
 
 
 def stored_bytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -1,13 +1,9 @@
-"""Dynamic loss scaling, as ``torch.amp.GradScaler`` does it: float16 has no numbers below 6e-8, so that small gradients would be lost.
-
-The loss's gradient is ``scale`` instead of 1. Complete gradients are divided by it. If one of them, on any rank, is infinite or no number,
-all ranks leave the update out and take a smaller scale; after many updates without one, they take a larger scale. Ranks agree on it in the
-all-reduce of a single number, together with the norm if gradients are clipped (``plan.syncs.clipping``).
-"""
+"""Gradients scaled: clipped by their global norm, and by dynamic loss scaling, as ``torch.amp.GradScaler`` does it: float16 has no numbers
+below 6e-8, so that small gradients would be lost (docs/internals/runtime.md, *Clipping*, *Loss scaling*)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +11,12 @@ import torch
 
 from soap.errors import RuntimeFailure
 from soap.plan.plan import Plan
-from soap.plan.syncs.clipping import compresses
+from soap.plan.syncs.clipping import NORM_NAME, compresses, refusal
 from soap.runtime.comm.packing import plain
-from soap.tracing.model import TracedModel
+from soap.runtime.comm.redistribute import Communicator
+from soap.runtime.trace import Watch, watch_nothing
+from soap.simulator.tasks import TaskKind
+from soap.tracing.execute import TracedModel
 
 SMALLEST, LARGEST = 2.0**-24, 2.0**127
 """Bounds of the scale, beyond which it says nothing any more: float32's range."""
@@ -43,12 +42,11 @@ class LossScaling:
 
 def needs_scaling(model: TracedModel) -> bool:
     """Whether a model computes in float16 by autocast."""
-    return getattr(model, "autocast", None) == "float16"
+    return model.autocast == "float16"
 
 
 def require_scalable(plan: Plan, scaler: LossScaler | None) -> None:
-    """RuntimeFailure in one line if ranks cannot scale the loss by this plan: what is sent compressed is not divided by the scale before,
-    and an infinite number in a residual would stay there."""
+    """RuntimeFailure if ranks cannot scale the loss by this plan: a residual of what is compressed would keep infinite numbers."""
     if scaler is not None and compresses(plan):
         raise RuntimeFailure("a scaled loss (float16) with compressed gradients; expected bfloat16, or a plan that compresses none")
 
@@ -99,3 +97,37 @@ class LossScaler:
 
     def __str__(self) -> str:
         return str(self.options)
+
+
+EPSILON = 1e-6
+"""What ``torch.nn.utils.clip_grad_norm_`` adds to the norm that it divides by."""
+
+
+def require_clippable(plan: Plan, largest: float) -> None:
+    """RuntimeFailure in one line if ranks cannot clip by this plan."""
+    if why := refusal(plan):
+        raise RuntimeFailure(f"clip_norm {largest:g} {why}")
+
+
+def squares(comm: Communicator, plan: Plan, gradients: Mapping[int, torch.Tensor]) -> torch.Tensor:
+    """The sum of squares of this rank's complete gradients (by shard), one number. A shard counts on its first device alone."""
+    own = [plain(gradient) for shard, gradient in gradients.items() if plan.shards[shard].devices[0] == comm.rank]
+    squared = torch.zeros(1, dtype=torch.float64, device=comm.device)
+    if own:
+        squared += torch.stack(torch._foreach_norm(own, dtype=torch.float64 if comm.device.type == "cpu" else None)).double().square().sum()
+    return squared
+
+
+def summed(comm: Communicator, numbers: Sequence[torch.Tensor], watch: Watch = watch_nothing) -> list[float]:
+    """Numbers of every rank, summed over all of them at once; the same on all ranks. ``watch``: times the sum."""
+    pending = comm.all_reduce(torch.cat(list(numbers)), tuple(range(comm.world_size)))
+    watch(NORM_NAME, TaskKind.SYNC, pending)
+    found: list[float] = pending.wait().tolist()
+    return found
+
+
+def limit(gradients: Iterable[torch.Tensor], norm: float, largest: float) -> None:
+    """Scale gradients in place so that the norm over all parameters, which is ``norm``, is at most ``largest``."""
+    factor, own = largest / (norm + EPSILON), list(gradients)
+    if own:
+        torch._foreach_mul_(own, 1.0 if factor > 1 else factor)  # no number stays none, as with torch

@@ -165,8 +165,7 @@ class Layout:
     schedule: ScheduleFactory | None = None
 
     def optimizer(self, tensors: Mapping[str, Sequence[torch.Tensor]]) -> torch.optim.Optimizer | None:
-        """The optimizer of a rank's tensors (parameter's name -> tensors); None if it has no tensors. Groups that are empty on this rank
-        are kept, so that all ranks have the same groups."""
+        """The optimizer of a rank's tensors (parameter's name -> tensors), with groups that are empty here; None without any tensor."""
         if not any(tensors.values()):
             return None
         made = [member.make(self._arguments(member, tensors)) for member in self.members]

@@ -6,8 +6,9 @@ tensor, which is updated as a whole.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -16,8 +17,8 @@ from soap.errors import RuntimeFailure
 from soap.model.graph import OperatorGraph
 from soap.model.regions import Box, whole
 from soap.plan.plan import Plan, Shard
-from soap.runtime.comm.assembling import cut
-from soap.runtime.sync.row_gradient import RowGradient
+from soap.runtime.comm.packing import cut
+from soap.runtime.sync.row_update import RowGradient
 from soap.runtime.sync.shards import ShardStore
 from soap.runtime.updates.optimizers import Layout, Shapes
 from soap.runtime.updates.trial import Scope, Tried
@@ -25,8 +26,7 @@ from soap.runtime.updates.trial import Scope, Tried
 
 @dataclass(frozen=True)
 class Part:
-    """A region ``box`` of a parameter of this whole ``shape`` that is updated at once. ``shards``: what it consists of (positions in the
-    plan)."""
+    """A region ``box`` of a parameter of this whole ``shape`` that is updated at once. ``shards``: its shards (positions in the plan)."""
 
     parameter: str
     shape: tuple[int, ...]
@@ -60,8 +60,7 @@ def require_possible(plan: Plan, tried: Tried, lazy_sparse: bool) -> None:
 
 
 def _require_whole(plan: Plan, said: str, shards: Sequence[Shard]) -> None:
-    """RuntimeFailure unless all of a parameter's shards are on the same devices; on servers it must be a single partition, and of several
-    readers none may own a part."""
+    """RuntimeFailure unless a parameter's shards are on the same devices, on servers in one partition, owned by no reader in part."""
     served = {plan.shards[number].parameter for number in plan.on_servers}
     if len(shards) > 1 and shards[0].parameter in served:
         raise RuntimeFailure(
@@ -180,3 +179,75 @@ def merged(
 
 def _shown(box: Box) -> str:
     return f"[{', '.join(f'{a}:{b}' for a, b in box)}]"
+
+
+def require_offloadable(plan: Plan, tried: Tried, *, lazy_sparse: bool) -> None:
+    """RuntimeFailure in one line, the same on all ranks, if hosts cannot update what the plan offloads with this optimizer."""
+    names = {plan.shards[number].parameter for number in plan.offloaded}
+    if lazy_sparse and (tables := sorted(names & plan.graph.sparse.keys())):
+        raise RuntimeFailure(
+            f"lazy_sparse updates rows of {tables[0]!r} alone, which the plan offloads; leave lazy_sparse out, or do not offload the table"
+        )
+    apart = sorted(set(tried.coupled) - names)
+    if apart and not names.isdisjoint(tried.coupled):
+        raise RuntimeFailure(
+            f"optimizer {tried.name} couples the updates of parameters with each other, but the plan offloads some and not {apart[0]!r}; "
+            "offload all, or use an optimizer that updates each element by itself"
+        )
+
+
+class Offloading:
+    """A rank's offloaded parts. ``parts``: all of the rank's, by first shard, with offloaded tensors on the host. ``numbers``: these."""
+
+    def __init__(self, plan: Plan, parts: Mapping[int, Part], device: torch.device) -> None:
+        self._on_device = {number: part.tensor for number, part in parts.items() if number in plan.offloaded}
+        self._pinned = device.type == "cuda"
+        self._gradients: dict[int, torch.Tensor] = {}
+        self._stream = torch.cuda.Stream(device) if self._pinned and self._on_device else None  # type: ignore[no-untyped-call]
+        here = {number: replace(parts[number], tensor=self._room(own).requires_grad_()) for number, own in self._on_device.items()}
+        self.parts: dict[int, Part] = {**parts, **here}
+        self.numbers = frozenset(here)
+        self.refresh()
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Take over the device's values, which were loaded."""
+        for number, own in self._on_device.items():
+            self.parts[number].tensor.copy_(own)
+
+    @torch.no_grad()
+    def to_host(self, gradients: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Copies of the gradients of offloaded parts, complete when this returns. Parts without a gradient have none."""
+        found = {}
+        with self._copying():
+            for number in self.numbers & gradients.keys():
+                own = self._gradients.get(number)
+                if own is None:
+                    own = self._gradients[number] = self._room(gradients[number])
+                own.copy_(gradients[number], non_blocking=self._pinned)
+                found[number] = own
+        if self._stream is not None:
+            self._stream.synchronize()  # so the gradients may go as well
+        return found
+
+    @torch.no_grad()
+    def from_host(self) -> None:
+        """Copy updated values back. What the device computes next waits for it."""
+        with self._copying():
+            for number, own in self._on_device.items():
+                own.copy_(self.parts[number].tensor, non_blocking=self._pinned)
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+
+    def _room(self, like: torch.Tensor) -> torch.Tensor:
+        return torch.empty(like.shape, dtype=like.dtype, pin_memory=self._pinned)
+
+    @contextmanager
+    def _copying(self) -> Iterator[None]:
+        """Inside, copies are made on the stream for them, behind what the device has been given to do."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            yield

@@ -1,11 +1,5 @@
-"""Finding by trial what an optimizer's update of an element depends on: the element's own gradients, its whole tensor, or other tensors.
-
-An *elementwise* update is right on any part of a parameter. Others, such as Muon's, need the whole parameter on one rank, and some need all
-parameters at once. The trial takes a small tensor of each kind of parameter (optimizer, group, number of dimensions). It updates the tensor
-by itself, in two parts along each dimension, and together with the others, with the same gradients in float64 over some steps. Then it
-compares the results. Torch's own elementwise optimizers are known: they make a single step, which shows whether they accept their options.
-The trial misses effects that show only after more steps, or only on larger tensors.
-"""
+"""Finding by trial what an optimizer's update of an element depends on: the element's own gradients (*elementwise*: right on any part of a
+parameter), its whole tensor (Muon), or other tensors. docs/internals/runtime.md (*Optimizers*) says what is tried, and what that misses."""
 
 from __future__ import annotations
 

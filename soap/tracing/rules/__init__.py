@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from soap.tracing.rules import (
-    along,
     attention,
-    bags,
     complex,
     convolution,
-    counting,
     embedding,
     experts,
-    fourier,
     index,
     linear,
     loss,
     norm,
     pad,
-    pointwise,
     pooling,
     random,
     recurrent,
@@ -30,7 +25,7 @@ from soap.tracing.rules import (
 from soap.tracing.rules.registry import registered, tiled
 
 __all__ = [
-    "along", "attention", "bags", "complex", "convolution", "counting", "embedding", "experts", "fourier", "index", "linear", "loss",
-    "norm", "pad", "pointwise", "pooling", "random", "recurrent", "reduce", "registered", "resample", "scatter", "shape", "state",
+    "attention", "complex", "convolution", "embedding", "experts", "index", "linear", "loss",
+    "norm", "pad", "pooling", "random", "recurrent", "reduce", "registered", "resample", "scatter", "shape", "state",
     "tiled",
 ]  # fmt: skip

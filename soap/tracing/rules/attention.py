@@ -50,8 +50,7 @@ def scaled_dot_product_attention(
     band: Band,
     first: int = 0,
 ) -> torch.Tensor:
-    """Attention of queries, from the one at position ``first``, to the keys in a band around each. Keys that no query of a block sees are
-    not read, and where the rest is causal no mask is made."""
+    """Attention of queries, from position ``first`` on, to the keys in a band around each; keys that a block does not see are not read."""
     parts, masks = [], dict[tuple[int, int, int], torch.Tensor]()
     for rows, (low, high) in _seen_blocks(band, (first, first + query.shape[-2]), key.shape[-2]):
         q, k, v = _part(query, (rows[0] - first, rows[1] - first)), _part(key, (low, high)), _part(value, (low, high))
@@ -99,8 +98,7 @@ def run_attention(local: Local) -> torch.Tensor:
 
 @rule("aten.scaled_dot_product_attention", "soap.scaled_dot_product_attention")
 def attention(view: View) -> Tiled:
-    """``softmax(q kᵀ) v``: leading dimensions (sample, heads) and queries are free; keys are needed whole. Grouped queries split by key
-    head."""
+    """``softmax(q kᵀ) v``: leading dimensions and queries are free; keys are needed whole. Grouped queries split by key head."""
     q, k, v = view.shapes[:3]
     out = view.output_shapes[0]
     scope = Scope()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 
 import torch
@@ -11,8 +12,9 @@ from soap.model.graph import WHOLE
 from soap.tracing.rules.notation import Local, Maps, Scope, Tiled, View, einsum
 from soap.tracing.rules.registry import rule
 
-SUM, MEAN, MAX = 0, 1, 2
-"""ATen's numbers for the modes of bags."""
+SUM, MEAN, MAX = "sum", "mean", "max"
+MODES = (SUM, MEAN, MAX)
+"""Functions by ATen's numbers for the modes of bags."""
 
 
 def _run_embedding(local: Local) -> torch.Tensor:
@@ -57,20 +59,19 @@ def _indices_of_bags(local: Local) -> torch.Tensor:
 
 
 def _run_embedding_bag(local: Local) -> torch.Tensor:
-    table, mode, padding = local.tensors[0], int(local.get("mode")), local.get("padding_idx")
+    table, mode, padding = local.tensors[0], MODES[int(local.get("mode"))], local.get("padding_idx")
     padding = None if padding is None or padding < 0 else padding
     indices, offsets, place = _bags(local)
     scale = local.get("per_sample_weights")
     scale = None if scale is None else scale[place]
     (start, stop), rows = local.boxes[0][0], local.shapes[0][0]
     if (start, stop) == (0, rows):
-        names = ("sum", "mean", "max")
-        return F.embedding_bag(indices, table, offsets, mode=names[mode], per_sample_weights=scale, padding_idx=padding)
+        return F.embedding_bag(indices, table, offsets, mode=mode, per_sample_weights=scale, padding_idx=padding)
     # Rows of other tiles count as zero here; the sum over the tiles is the whole. A mean divides by what the whole bag holds.
     counted = torch.ones_like(indices, dtype=torch.bool) if padding is None else indices != padding
     inside = ((indices >= start) & (indices < stop) & counted).to(table.dtype)
     scale = inside if scale is None else inside * scale
-    total = F.embedding_bag((indices - start).clamp(0, stop - start - 1), table, offsets, mode="sum", per_sample_weights=scale)
+    total = F.embedding_bag((indices - start).clamp(0, stop - start - 1), table, offsets, mode=SUM, per_sample_weights=scale)
     if mode == SUM:
         return total
     running = F.pad(counted.cumsum(0), (1, 0))
@@ -87,7 +88,7 @@ def embedding_bag(view: View) -> Tiled:
     (rows, columns), bags = view.shapes[0], view.output_shapes[0][0]
     scope = Scope()
     b, d = scope.factor("b", bags), scope.factor("d", columns)
-    v = WHOLE if view.get("mode") == MAX else scope.factor("v", rows)
+    v = WHOLE if MODES[int(view.get("mode"))] == MAX else scope.factor("v", rows)
     rest: list[Maps] = [(WHOLE,) * len(shape) for shape in view.shapes[1:]]
     others: list[Maps] = [(WHOLE,) * len(shape) for shape in view.output_shapes[1:]]
     count = prod(view.shapes[1])
@@ -102,3 +103,37 @@ def embedding_bag(view: View) -> Tiled:
         looks_up=True,
         picks=_indices_of_bags,
     )
+
+
+def equal_bags(
+    table: torch.Tensor, indices: torch.Tensor, scale: torch.Tensor | None = None, *, mode: str, padding_idx: int | None = None
+) -> torch.Tensor:
+    """Sum, mean or maximum of the rows that each row of ``indices`` (bags, each) names; ``scale``, of the same shape, weighs them (sum)."""
+    return F.embedding_bag(indices, table, mode=mode, per_sample_weights=scale, padding_idx=padding_idx)
+
+
+def _run_equal_bags(local: Local) -> torch.Tensor:
+    table, indices = local.tensors[:2]
+    scale = local.tensors[2] if len(local.tensors) > 2 else None
+    mode, padding = str(local.get("mode")), local.get("padding_idx")
+    padding = None if padding is None or padding < 0 else padding  # torch would count from the end
+    (start, stop), rows = local.boxes[0][0], local.shapes[0][0]
+    if (start, stop) == (0, rows):
+        return equal_bags(table, indices, scale, mode=mode, padding_idx=padding)
+    # Rows of other tiles count as zero here; the sum over the tiles is the whole. A mean divides by what the whole bag holds.
+    counted = torch.ones_like(indices, dtype=torch.bool) if padding is None else indices != padding
+    inside = ((indices >= start) & (indices < stop) & counted).to(table.dtype)
+    own = inside if scale is None else inside * scale
+    total = equal_bags(table, (indices - start).clamp(0, stop - start - 1), own, mode=SUM)
+    return total if mode == SUM else total / counted.sum(1, keepdim=True).clamp(min=1).to(total.dtype)
+
+
+@rule("soap.equal_bags")
+def bags(view: View) -> Tiled:
+    """In place of ``aten.embedding_bag`` (``tracing.bags``): bags and columns are free; v is a reduction, except for maxima."""
+    scale = ", b [l]" if len(view.shapes) > 2 else ""
+    table = "[v] d" if view.get("mode") == MAX else "v d"
+    (rows, columns), (count, each) = view.shapes[:2]
+    saved = (64 + view.itemsize) * (count * each + count + rows) + 9 * count * columns
+    found = einsum(view, f"{table}, b [l]{scale} -> b d", run=_run_equal_bags, flops=2 * prod((count, each, columns)), saved_bytes=saved)
+    return replace(found, looks_up=True)

@@ -1,10 +1,6 @@
-"""Products of rows with the matrix of the expert to which each row belongs: mixtures of experts.
-
-Libraries sort the rows by expert and pass the ends of each expert's rows (``aten._grouped_mm``, ``transformers::grouped_mm_fallback``).
-Here each row names its expert instead. So a tile may have any rows and any experts, and rows of one sample stay together
-(``soap.tracing.experts`` brings programs into this form, ``soap.tracing.forms`` single calls). The product is a registered operator of
-torch's kind, because how many rows an expert has is known only when it runs.
-"""
+"""Products of rows with the matrix of the expert to which each row belongs: mixtures of experts. Each row names its expert, so a tile may
+have any rows and any experts (``soap.tracing.experts`` brings programs into this form, ``soap.tracing.forms`` single calls). The product is
+a registered operator of torch's kind, because how many rows an expert has is known only when it runs."""
 
 from __future__ import annotations
 

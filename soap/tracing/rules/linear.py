@@ -16,8 +16,7 @@ def _matmul_flops(view: View, inner: int) -> int:
 
 
 def first_bias(local: Local) -> torch.Tensor | None:
-    """The bias of ``linear``, if there is one and the tile adds it. Of the tiles that split k, only the one that begins at 0 does, so that
-    the partial results sum up to the whole."""
+    """The bias of ``linear``, if the tile adds it: of tiles that split k only the one that begins at 0, so that the sum is right."""
     return local.tensors[2] if len(local.tensors) > 2 and local.boxes[0][-1][0] == 0 else None
 
 

@@ -96,8 +96,7 @@ def _count(local: Local) -> torch.Tensor:
 
 @rule("aten.cross_entropy_loss", "aten.nll_loss", "aten.nll_loss_nd", "aten.nll_loss2d")
 def cross_entropy(view: View) -> Tiled:
-    """Classes are needed whole; samples and positions are free and summed. A mean divides by what the whole batch holds, so it needs all
-    targets, or has to be told."""
+    """Classes are needed whole; samples and positions are free and summed. A mean needs all targets, or is told what it divides by."""
     shape = view.shapes[0]
     class_dim = _class_dim(shape)
     scope = Scope()

@@ -1,9 +1,5 @@
-"""Normalisation. Training batch norm is imported as two calls of our own, so that its statistics cover the whole batch.
-
-``batch_norm_statistics`` sums x and x² per channel: a sum over sample and space like any other, so that splitting them gives partial
-sums that are reduced; ``batch_norm_apply`` is pointwise. Backward through both is synchronized batch norm's backward by linearity.
-On request it is ``batch_norm_local`` instead: torch's own kernel on each tile, as DistributedDataParallel without SyncBatchNorm.
-"""
+"""Normalisation. Training batch norm is imported as two calls of our own, so that its statistics cover the whole batch: sums of x and x²
+per channel, and a pointwise application. On request it is ``batch_norm_local`` instead: torch's own kernel on each tile."""
 
 from __future__ import annotations
 
@@ -125,8 +121,7 @@ Found = Sequence[tuple[Interval, torch.Tensor, torch.Tensor]]
 
 
 def move_running_statistics(moves: Sequence[tuple[torch.Tensor, torch.Tensor, Found, float]]) -> None:
-    """For each (running mean, running variance, found, momentum), in this order: move the running statistics (in place) towards those
-    that tiles have found for their channels; each channel once."""
+    """For each (running mean, running variance, found, momentum): move the running statistics in place, each channel once."""
     together: dict[float, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}  # many small tensors: one call for all
     waiting: set[int] = set()
 
@@ -210,9 +205,8 @@ def _by_itself(local: Local, x: torch.Tensor, weight: torch.Tensor | None, bias:
 
 
 def moves_statistics(box: Sequence[Interval]) -> bool:
-    """Whether a region of batch norm's input updates the running statistics of its channels: the first region along all other
-    dimensions does. It has samples in batches of every size, so one device sees all of them; and rank 0's are the statistics that
-    DistributedDataParallel keeps."""
+    """Whether a region of batch norm's input updates its channels' running statistics: the first region along all other dimensions, which
+    has samples in every batch; rank 0's are those that DistributedDataParallel keeps."""
     for dim, (start, _) in enumerate(box):  # noqa: SIM110 - in every step
         if start and dim != 1:
             return False

@@ -190,8 +190,7 @@ def rrelu(view: View) -> Tiled:
 
 
 def run_drawn(local: Local) -> torch.Tensor:
-    """The local region of what the call draws for whole tensors. Floating-point numbers are drawn in float32 and rounded, so that all
-    types see the same numbers and float64 can judge narrower types."""
+    """The local region of what the call draws for whole tensors; floating-point numbers in float32, rounded, for all types alike."""
     like = local.tensors[0] if local.tensors else torch.empty(0)
     named = argument(local.call, "dtype")  # by its number, if it is the schema's default
     shapes = iter(local.shapes)

@@ -53,8 +53,7 @@ def target_name(target: object) -> str:
 
 
 def tiled(call: Call, values: dict[str, Value]) -> Tiled:
-    """What may be split in a call. ``known`` is False in the result if no rule covers it. Rules count operations on numbers; a complex
-    operation counts as many real ones as a complex product has."""
+    """What may be split in a call. ``known``: whether a rule covers it. A complex operation counts as its real ones."""
     found = _tiled(call, values)
     if found.flops and any(is_complex(values[name].dtype) for name in (*call.operands, *call.outputs)):
         return replace(found, flops=COMPLEX_PRODUCT * found.flops)

@@ -59,8 +59,7 @@ def _as_far(dim: DimMap, size: int, wanted: int) -> DimMap:
 
 @rule("aten.index_add", "aten.index_copy", "aten.index_fill")
 def index_along(view: View) -> Tiled:
-    """All positions are free: whole rows are written, those of another region aside. For sums, splitting the added rows (k) gives
-    partial sums."""
+    """All positions are free; rows of another region are written aside. For sums, splitting the added rows (k) gives partial sums."""
     shape = view.shapes[0]
     if not shape or not view.shapes[1]:
         raise NotImplementedError("a scalar operand")
@@ -169,8 +168,7 @@ def _run_slice_scatter(local: Local) -> torch.Tensor:
 
 @rule("aten.slice_scatter", "aten.select_scatter")
 def slice_scatter(view: View) -> Tiled:
-    """All positions are free. The source is read at an offset; with steps, it is needed whole along the dimension in which it is
-    written."""
+    """All positions are free. The source is read at an offset; with steps, whole along the dimension in which it is written."""
     shape = view.shapes[0]
     dim = view.get("dim", 0) % len(shape)
     scope = Scope()

@@ -1,9 +1,5 @@
-"""State: buffers that the forward pass itself changes.
-
-A program that has any ends with two calls of our own. ``next_state`` takes the values that the buffers have at the end of the step,
-whole and in one place; ``keep_state`` puts them where the next step finds them, on every device. ``settled_config`` says where both
-run: the first on one device, so that all copies are equal to the bit, whatever order sums were made in elsewhere.
-"""
+"""State: buffers that the forward pass itself changes. ``next_state`` takes the values that they have at the end of the step, whole and in
+one place; ``keep_state`` puts them where the next step finds them, on every device (docs/internals/tracing.md)."""
 
 from __future__ import annotations
 

@@ -78,8 +78,7 @@ def _is_all(local: Local, window: Window, dim: int) -> bool:
 
 
 def apart_bytes(view: View) -> int:
-    """Upper bound of what torch keeps of a convolution of complex numbers, which it computes as three real ones of parts and sums of
-    parts."""
+    """Upper bound of what torch keeps of a complex convolution, which it computes as three real ones of parts and sums of parts."""
     touched = [view.values[name] for name in (*view.call.operands, *view.call.outputs)]
     return sum(2 * prod(value.shape) * value.dtype.itemsize for value in touched if value.dtype.is_complex)
 

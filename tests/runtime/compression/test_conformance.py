@@ -12,8 +12,8 @@ import torch
 from benchmarks.oracles.compression import Peers
 from soap.errors import SoapError
 from soap.plan.compression.seam import layout_of
+from soap.runtime.compression.peer import exchanged
 from soap.runtime.compression.seam import State, compressor_of, sizes_of
-from soap.runtime.compression.together import exchanged
 from soap.strategy.compression import COMPRESSIONS, Compression
 from tests.extent import every
 from tests.runtime.compression.cases import METHODS, SETTINGS, SHAPES, TYPES, gradient, gradients, residuals

@@ -9,11 +9,9 @@ import torch
 
 from soap.plan.compression.seam import joined as joined_exchanges
 from soap.plan.compression.seam import layout_of
-from soap.runtime.compression import joining
 from soap.runtime.compression.dgc import Momentum, WarmUp
-from soap.runtime.compression.peer import AS_IT_IS, STEPS, CompressedTraining, Peer
+from soap.runtime.compression.peer import AS_IT_IS, STEPS, CompressedTraining, Peer, exchanged, joined, synchronized
 from soap.runtime.compression.seam import State
-from soap.runtime.compression.together import exchanged, synchronized
 from soap.strategy.compression import Compression
 from tests.extent import often, rows_often
 from tests.runtime.compression.cases import METHODS, SETTINGS, gradient
@@ -32,7 +30,7 @@ def peers_of(how: Compression, ranks: int, dtype: torch.dtype, training: Compres
 def together(ranks: Peers, gradients: Sequence[Sequence[torch.Tensor]]) -> tuple[list[list[torch.Tensor]], list[tuple[str, int]]]:
     """(each rank's sums, kind and bytes of each exchange): the joined courses of all ranks, in step. ``gradients``: by rank and shard."""
     courses = [
-        joining.joined([peer.course(own) for peer, own in zip(mine, given, strict=True)])
+        joined([peer.course(own) for peer, own in zip(mine, given, strict=True)])
         for mine, given in zip(ranks, gradients, strict=True)
     ]
     received: list[torch.Tensor | None] = [None] * len(courses)

@@ -16,8 +16,7 @@ from soap.plan.planning import PlanBuilder
 from soap.plan.syncs.seam import method_for
 from soap.profiles.roofline import RooflineCosts
 from soap.runtime.compression.dgc import Momentum, WarmUp
-from soap.runtime.compression.peer import AS_IT_IS, CompressedTraining, Peer
-from soap.runtime.compression.together import exchanged
+from soap.runtime.compression.peer import AS_IT_IS, CompressedTraining, Peer, exchanged
 from soap.simulator.simulate import Simulator
 from soap.strategy.classical import data_parallel
 from soap.strategy.compression import Bf16, Chunked, Compression, PowerSgd, Rgc, RgcAsq

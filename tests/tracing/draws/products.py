@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from soap.tracing.rules.bags import equal_bags
+from soap.tracing.rules.embedding import equal_bags
 from soap.tracing.rules.experts import expert_mm
 from tests.tracing.drawing import Draw, Drawn, call, draws
 
