@@ -211,6 +211,7 @@ class _Holder:
             self._load(strategy)
             return self.engine.makespan_ns
         if not changes:
+            self._held = strategy  # perhaps another object
             return self.engine.makespan_ns
         operators = {name: config for name, config in changes if isinstance(config, OpConfig)}
         parameters = {name: sync for name, sync in changes if isinstance(sync, SyncConfig)}

@@ -17,6 +17,7 @@ from soap.simulator.folding import fold
 from soap.simulator.lowering import build_plan, lower
 from soap.simulator.memory.hosts import host_use
 from soap.simulator.memory.peaks import away_bytes, memory_use
+from soap.simulator.memory.sweep import memory_over_time
 from soap.simulator.reference import simulate
 from soap.simulator.tasks import TaskGraph, TaskKind
 from soap.strategy.config import OpConfig, Strategy
@@ -24,7 +25,6 @@ from soap.strategy.kept import away, offloadable, with_offload
 from soap.strategy.recomputation import LIGHT, RECOMPUTED, with_marks
 from tests.graph_builder import GraphBuilder, transformer
 from tests.simulator.examples import PointCosts, batch_split, by_name, chain, finish, on, predecessors, strategy
-from tests.simulator.reference_memory.residency import memory_over_time
 from tests.simulator.test_recomputation import spans
 from tests.strategies import CPU, GPU, cases, cluster
 

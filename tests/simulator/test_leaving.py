@@ -11,14 +11,16 @@ from soap.cluster.topology import Topology
 from soap.model.graph import Footprint, OperatorGraph
 from soap.plan.memory_kinds import MemoryKind
 from soap.simulator.lowering import build_plan
-from soap.simulator.memory import transit
+from soap.simulator.memory import array_ledger
+from soap.simulator.memory.sweep import memory_over_time
 from soap.strategy.config import OpConfig
 from tests.graph_builder import GraphBuilder
 from tests.simulator.examples import chain, on, pairwise_cluster, strategy
+from tests.simulator.reference_memory import moving
 from tests.simulator.reference_memory.leaving import Lying, given_to_itself, lying, parcels, sent_of_sum
 from tests.simulator.reference_memory.ledger import Ledger
 from tests.simulator.reference_memory.moving import Send, Stay, until_free
-from tests.simulator.reference_memory.residency import memory_over_time
+from tests.simulator.reference_memory.residency import memory_over_time as by_objects
 from tests.simulator.test_residency import TWO, played
 
 
@@ -27,7 +29,7 @@ def test_what_is_sent_is_kept_until_later_messages_push_it_out(monkeypatch: pyte
     chosen = strategy(l1=on(0, 0, degrees=(2, 1, 1)), loss=on(1, 1, degrees=(2,)))
     ends = []
     for limit in (48, 24):
-        monkeypatch.setattr(transit, "SENT_BYTES", limit)
+        monkeypatch.setattr(array_ledger, "SENT_BYTES", limit)
         curve = memory_over_time(*played(chain(4, 2, 3), chosen), 2)[1]
         ends.append(curve.bytes_held[-2])
     assert ends == [32 + 48, 32 + 24]  # with the batch
@@ -36,9 +38,9 @@ def test_what_is_sent_is_kept_until_later_messages_push_it_out(monkeypatch: pyte
 def test_what_is_sent_is_held_until_it_is_answered_pushed_out_or_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     sends = [Send(0, 9, 10, 10), Send(1, 3, 10, 10), Send(4, 9, 10, 0), Send(5, 9, 10, 10)]
     assert sorted((send.start_ns, end, send.held) for send, end in until_free(sends)) == [(0, 9, 10), (1, 3, 10), (4, 9, 0), (5, 9, 10)]
-    monkeypatch.setattr(transit, "SENT_BYTES", 20)  # the second is answered before there are more
+    monkeypatch.setattr(moving, "SENT_BYTES", 20)  # the second is answered before there are more
     assert sorted((send.start_ns, end, send.held) for send, end in until_free(sends)) == [(0, 5, 10), (1, 3, 10), (4, 9, 0), (5, 9, 10)]
-    monkeypatch.setattr(transit, "SENT_TENSORS", 1)
+    monkeypatch.setattr(moving, "SENT_TENSORS", 1)
     assert sorted((send.start_ns, end, send.held) for send, end in until_free(sends)) == [(0, 1, 10), (1, 3, 10), (4, 5, 0), (5, 9, 10)]
 
 
@@ -134,7 +136,7 @@ def test_values_for_several_are_one_piece_of_memory_under_gloo_alone(monkeypatch
         assert [own.tensor for own in tasks.plan.exchanges] == ["l1"]
         sent: list[tuple[int | None, tuple[Stay, ...]]] = []
         monkeypatch.setattr(Ledger, "send", lambda *_, held=None, stays=(), sent=sent, **__: sent.append((held, tuple(stays))))
-        memory_over_time(tasks, schedule, 0)
+        by_objects(tasks, schedule, 0)
         assert all(stay.copy_bytes == 0 for _, stays in sent for stay in stays if stay.size == third)
         found[packs] = {(held or 0, sum(stay.size == third for stay in stays)) for held, stays in sent}
     assert (0, 3) in found[False] and (3 * third, 0) in found[True]  # each gives itself its own rows as well, so that all land in place

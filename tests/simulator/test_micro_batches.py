@@ -18,6 +18,7 @@ from soap.schedules.named import parse
 from soap.simulator.costs import CostModel
 from soap.simulator.engine import Engine
 from soap.simulator.lowering import lower
+from soap.simulator.memory.sweep import memory_over_time
 from soap.simulator.reference import execution_order, simulate
 from soap.simulator.simulate import Simulation
 from soap.simulator.tasks import TaskKind
@@ -28,7 +29,6 @@ from tests.graph_builder import GraphBuilder
 from tests.micro_batches import by_hand
 from tests.simulator.compiled.agreement import Played, compiled_tasks
 from tests.simulator.reference_memory.as_run import as_run
-from tests.simulator.reference_memory.residency import memory_over_time
 from tests.simulator.reference_memory.task_spans import TaskSpans
 from tests.strategies import CPU, cluster
 

@@ -12,6 +12,7 @@ from soap.errors import StrategyError
 from soap.model.graph import OperatorGraph
 from soap.plan.recomputation import find_recomputation
 from soap.simulator.lowering import build_plan, lower
+from soap.simulator.memory.sweep import memory_over_time
 from soap.simulator.reference import execution_order, simulate
 from soap.simulator.tasks import Schedule, TaskGraph, TaskKind
 from soap.strategy.config import OpConfig, Strategy
@@ -30,7 +31,6 @@ from tests.simulator.examples import (
     strategy,
     units,
 )
-from tests.simulator.reference_memory.residency import memory_over_time
 from tests.strategies import cases
 
 TWO = pairwise_cluster(1, 1)

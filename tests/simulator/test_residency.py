@@ -21,6 +21,7 @@ from soap.simulator.lowering import build_plan, lower
 from soap.simulator.memory.curves import MemoryCurve
 from soap.simulator.memory.parameters import is_away, kept_shards
 from soap.simulator.memory.peaks import MemoryUse, memory_use, peak_bytes, tile_sizes
+from soap.simulator.memory.sweep import expected_peaks, memory_over_time, peaks_by_kind
 from soap.simulator.memory.transit import cells_land_in_place
 from soap.simulator.reference import simulate
 from soap.simulator.tasks import Schedule, TaskGraph, TaskKind
@@ -33,7 +34,7 @@ from tests.graph_builder import GraphBuilder
 from tests.simulator.examples import PointCosts, batch_split, chain, on, pairwise_cluster, strategy, units
 from tests.simulator.reference_memory.as_run import as_run
 from tests.simulator.reference_memory.ledger import Ledger
-from tests.simulator.reference_memory.residency import expected_peaks, memory_over_time, peaks_by_kind
+from tests.simulator.reference_memory.residency import memory_over_time as by_objects
 from tests.simulator.reference_memory.task_spans import TaskSpans
 from tests.strategies import cases
 
@@ -150,7 +151,7 @@ def test_autograd_adds_up_what_a_segment_gives_to_one_region(sync: SyncConfig, m
         usual(self, device, start, end, size, kind, **order)
 
     monkeypatch.setattr(Ledger, "hold", noting)
-    memory_over_time(tasks, schedule, 2)
+    by_objects(tasks, schedule, 2)
     first, second, last = (ends[f"backward layer{place}[0]"] for place in (2, 1, 0))
     assert (first, second) in held and (second, last) in held  # sums beside what comes
     assert min(start for start, end in held if end >= last and start not in (first, second)) == last
@@ -177,7 +178,7 @@ def test_a_buffer_of_gradients_is_made_when_what_was_added_up_has_gone(bias: boo
         usual(self, device, start, end, size, kind, **order)
 
     monkeypatch.setattr(Ledger, "hold", noting)
-    memory_over_time(tasks, schedule, 2)
+    by_objects(tasks, schedule, 2)
     of_weight, of_bias = 8 * 8 * 4, 8 * 4
     added_up = 3 * of_weight
     assert sum(begun) == (added_up + (of_weight + of_bias) + of_weight if bias else added_up)
@@ -197,7 +198,7 @@ def test_cells_land_in_place_if_they_lie_in_the_order_of_the_devices() -> None:
 def test_an_allowance_is_made_below_the_bound() -> None:
     curves = [MemoryCurve(np.array([0, 1]), np.array([held, 0])) for held in (1000, 1000)]
     bounds = [MemoryUse(parameters, 0, 0, 0, 0) for parameters in (2000, 1010)]
-    assert expected_peaks(curves, bounds) == (1045, 1010)
+    assert expected_peaks([curve.peak_bytes for curve in curves], bounds) == (1045, 1010)
 
 
 def test_of_a_region_that_came_each_later_gradient_is_beside_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,7 +221,7 @@ def test_of_a_region_that_came_each_later_gradient_is_beside_the_sum(monkeypatch
         usual(self, device, start, end, size, kind, **order)
 
     monkeypatch.setattr(Ledger, "hold", noting)
-    memory_over_time(tasks, schedule, 2)
+    by_objects(tasks, schedule, 2)
     assert any(start == first[0] and end >= third[1] for start, end in held)
     assert second in held and third in held and first not in held
 
@@ -332,7 +333,7 @@ def test_the_kinds_of_what_is_held_add_up_to_the_peak(case: tuple[OperatorGraph,
     graph, topology, chosen = case
     tasks, schedule = played(graph, chosen, topology)
     curves = memory_over_time(tasks, schedule, 2)
-    peaks = expected_peaks(curves, memory_use(tasks.plan, 2))
+    peaks = expected_peaks([curve.peak_bytes for curve in curves], memory_use(tasks.plan, 2))
     for curve, kinds, peak in zip(curves, peaks_by_kind(curves, peaks), peaks, strict=True):
         assert sum(curve.at_peak.values()) == curve.peak_bytes and sum(kinds.values()) == peak
         assert min(kinds.values()) >= 0 and list(kinds) == [*MemoryKind, ALLOWANCE]

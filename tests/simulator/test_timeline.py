@@ -14,12 +14,12 @@ from soap.model.graph import OperatorGraph
 from soap.profiles.roofline import RooflineCosts
 from soap.simulator.analysis import timeline
 from soap.simulator.lowering import build_plan, lower
+from soap.simulator.memory.sweep import memory_over_time
 from soap.simulator.reference import simulate
 from soap.simulator.tasks import Schedule, TaskGraph
 from soap.strategy.config import Strategy
 from tests.extent import FEW
 from tests.simulator.examples import UNIT_NS, LaunchedCosts, PointCosts, batch_split, chain, on, pairwise_cluster, strategy, units
-from tests.simulator.reference_memory.residency import memory_over_time
 from tests.strategies import cases
 
 TWO = pairwise_cluster(1, 1)

@@ -14,9 +14,9 @@ from soap.simulator.analysis import timeline_file
 from soap.simulator.analysis.timeline import chrome_trace, measured_trace
 from soap.simulator.analysis.timeline_file import Description, aligned, dumps, loads
 from soap.simulator.lowering import build_plan, lower
+from soap.simulator.memory.sweep import memory_over_time
 from soap.simulator.reference import simulate
 from tests.simulator.examples import UNIT_NS, PointCosts, chain, on, pairwise_cluster, strategy
-from tests.simulator.reference_memory.residency import memory_over_time
 
 TWO = pairwise_cluster(1, 1)
 PREDICTED = Description("predicted", "chain", "aa", "test", "bb", "cc", 2, 123, link_bytes={"d0->d1": 48}, versions={"soap": "0.1.0"})

@@ -19,12 +19,9 @@ Not counted are copies that a library may make of what it sums.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-
 from soap.model.graph import TensorKind
 from soap.model.regions import Box, in_one_piece
 from soap.plan.delivery import box_bytes, partial_bytes
-from soap.plan.memory_kinds import ALLOWANCE as BEYOND
 from soap.plan.memory_kinds import MemoryKind
 from soap.plan.plan import ShardSync, update_name
 from soap.plan.syncs.amounts import COUNT_BYTES
@@ -33,7 +30,6 @@ from soap.plan.syncs.seam import Hold, method_for
 from soap.simulator.memory import peaks
 from soap.simulator.memory.curves import MemoryCurve
 from soap.simulator.memory.parameters import assembled_regions, compact_parameters, host_copies, is_away, kept_shards, updating_bytes
-from soap.simulator.memory.peaks import MemoryUse
 from soap.simulator.memory.transit import is_remote, received_apart
 from soap.simulator.tasks import Schedule, TaskGraph
 from tests.simulator.reference_memory.as_run import as_run
@@ -41,10 +37,6 @@ from tests.simulator.reference_memory.gradient_residency import GradientResidenc
 from tests.simulator.reference_memory.leaving import Leaving, LeftSums, sent_of_sum
 from tests.simulator.reference_memory.ledger import Ledger
 from tests.simulator.reference_memory.task_spans import Span, TaskSpans
-
-ALLOWANCE = 0.045
-"""A device may hold this share more than simulated, because real tasks run at other times where no task depends on that: a library frees
-what it has summed when its thread gets to it. Measured: ``docs/benchmarks.md``."""
 
 
 def memory_over_time(tasks: TaskGraph, schedule: Schedule, optimizer_states: int = 2) -> tuple[MemoryCurve, ...]:
@@ -63,19 +55,6 @@ def memory_over_time(tasks: TaskGraph, schedule: Schedule, optimizer_states: int
     held.updated(optimizer_states)
     GradientResidency(spans, ledger, held.behind).gradients()
     return ledger.curves()
-
-
-def expected_peaks(curves: Iterable[MemoryCurve], bounds: Iterable[MemoryUse]) -> tuple[int, ...]:
-    """Each device's peak bytes plus ``ALLOWANCE``, but at most the bound for any order of the tasks."""
-    pairs = zip(curves, bounds, strict=True)
-    return tuple(min(bound.total, round((1 + ALLOWANCE) * curve.peak_bytes)) for curve, bound in pairs)
-
-
-def peaks_by_kind(curves: Iterable[MemoryCurve], peaks: Sequence[int]) -> tuple[dict[str, int], ...]:
-    """What each device's peak is made of: bytes by kind (``MemoryKind``) when the simulated order reaches it, and the allowance on top of
-    that (``memory_kinds.ALLOWANCE``). They add up to ``peaks``, which are ``expected_peaks`` of the curves."""
-    pairs = zip(curves, peaks, strict=True)
-    return tuple({**{kind.value: size for kind, size in curve.at_peak.items()}, BEYOND: peak - curve.peak_bytes} for curve, peak in pairs)
 
 
 class _Values:
