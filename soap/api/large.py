@@ -10,8 +10,8 @@ from soap.strategy.config import Strategy
 
 @dataclass(frozen=True)
 class LargePrediction:
-    """The time and memory of two of many equal copies. ``peak_bytes``, ``available_bytes``: of the device that is filled most, what is
-    expected at its peak, and its memory. ``tiles``: of the two copies."""
+    """The time and memory of two of many equal copies. ``peak_bytes``, ``available_bytes``: of the device that is filled most, at
+    most what it holds at its peak, and its memory. ``tiles``: of the two copies."""
 
     makespan_ns: int
     peak_bytes: int

@@ -93,7 +93,7 @@ def large_report(args: argparse.Namespace, simulator: Simulator, strategy: Strat
         "strategy": name,
         "folded": {"copies": found.copies, "tiles": found.tiles},
         "predicted_ns": found.makespan_ns,
-        "peak_memory_bytes": found.peak_bytes,
+        "most_memory_bytes": found.peak_bytes,
         "available_memory_bytes": found.available_bytes,
         "fits": found.peak_bytes <= found.available_bytes,
     }
@@ -103,7 +103,7 @@ def large_text(report: dict[str, Any]) -> str:
     """The document as a short table."""
     cluster, folded = report["cluster"], report["folded"]
     lacks = "" if report["fits"] else ": does not fit"
-    held = f"{format_bytes(report['most_memory_bytes'])} of {format_bytes(report['available_memory_bytes'])}{lacks}"
+    held = f"at most {format_bytes(report['most_memory_bytes'])} of {format_bytes(report['available_memory_bytes'])}{lacks}"
     head = f"{report['model']} on {cluster['name']} ({cluster['devices']} devices)\n"
     head += f"note: {folded['copies']} copies of the model do the same: two were simulated, {folded['tiles']:,} tiles"
     return f"{head}\n\n{listed([(report['strategy'], milliseconds(report['predicted_ns'])), ('memory per device', held)])}"

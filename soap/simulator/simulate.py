@@ -282,6 +282,8 @@ class Simulator:
         """The second half of ``cost``, of a strategy that an engine holds or proposes; with ``folding`` as two of its copies."""
         if folding is not None:
             return overflow_bytes(self.expected_folded(folding, engine), self.topology)
+        if not is_planned(strategy):
+            return overflow_bytes(self._bounded(engine), self.topology)
         plan = self._builder.build(strategy)
         if _is_refused(plan):
             return REFUSED_BYTES
@@ -291,6 +293,8 @@ class Simulator:
         """``peak_share`` of a strategy that an engine holds or proposes; with ``folding`` as two of its copies."""
         if folding is not None:
             return self._share(self.expected_folded(folding, engine))
+        if not is_planned(strategy):
+            return self._share(self._bounded(engine))
         plan = self._builder.build(strategy)
         if _is_refused(plan) or self._lacking_on_hosts(plan):
             return inf
@@ -311,8 +315,18 @@ class Simulator:
         return expected_peaks(peaks, memory_use(plan, self.optimizer_states))
 
     def expected_folded(self, folding: Folding, engine: Engine) -> Sequence[int]:
-        """What is expected on each device of the cluster at its peak, from two copies that an engine holds or proposes."""
+        """What is expected on each device of the cluster at its peak, from two copies that an engine holds or proposes; at most, if there are
+        too many tiles for a plan."""
+        if not is_planned(folding.copies.strategy):
+            found = self._bounded(engine)
+            return folding.for_all([*found, min(found)])
         return folding.for_all(self._expected(folding.with_an_idle_device(folding.plan), engine, folding.topology))
+
+    def _bounded(self, engine: Engine) -> Sequence[int]:
+        """What is expected on each of an engine's devices at its peak at most, without a plan."""
+        from soap.simulator.memory.bound import MemoryBound  # imports numba
+
+        return MemoryBound(engine, engine.topology.memory_limits, self.optimizer_states).expected_bytes()
 
     def _lacking_on_hosts(self, plan: Plan) -> int:
         return lacking_on_hosts(host_use(plan, self.topology, self.optimizer_states), self.topology)
@@ -364,8 +378,11 @@ def _one_batch_tiles(strategy: Strategy) -> int:
 
 def is_planned(strategy: Strategy) -> bool:
     """Whether a plan is made of the strategy, or of two of its copies, to see whether it fits into memory. Of more tiles, those of all
-    micro-batches, that takes minutes and gigabytes: then the compiled bounds decide (``MemoryBound.most_overflow_bytes``)."""
-    return tile_count(strategy) <= MOST_PLANNED_TILES
+    micro-batches, that takes minutes and gigabytes: then the compiled bound decides (``MemoryBound.expected_bytes``), unless hosts keep
+    something, which it does not count."""
+    on_hosts = any(sync.contract.has_servers or sync.offload for sync in strategy.parameters.values())
+    on_hosts |= any(config.offload for config in strategy.operators.values())
+    return on_hosts or tile_count(strategy) <= MOST_PLANNED_TILES
 
 
 def is_large(strategy: Strategy) -> bool:

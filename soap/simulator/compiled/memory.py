@@ -15,7 +15,10 @@ from soap.simulator.compiled.machine_code import entry
 from soap.simulator.compiled.marks import runs_again
 from soap.simulator.compiled.memory_tables import (
     ACTIVATIONS,
+    ASSEMBLED,
     COLLECTED,
+    COLLECTED_AT_ONCE,
+    COLLECTED_TWICE,
     COMPACT,
     FITS,
     GRADIENTS,
@@ -33,6 +36,7 @@ from soap.simulator.compiled.memory_tables import (
     READ,
     REGIONS,
     SENT,
+    SENT_BETWEEN,
     TRAINABLE,
     UNKNOWN,
     MemoryTables,
@@ -43,6 +47,7 @@ from soap.simulator.compiled.syncs.gathered_memory import add_gathered
 from soap.simulator.compiled.syncs.memory import add_synchronized, away_bytes, cut_of
 from soap.simulator.compiled.transit import add_fetches, add_holdings, add_sent, add_sums
 from soap.simulator.compiled.variants import AWAY, CELLS
+from soap.simulator.compiled.variants import PARTS as PARTS_OF
 from soap.simulator.compiled.world import World
 from soap.strategy.kept import OFFLOADED
 from soap.strategy.recomputation import LIGHT
@@ -105,7 +110,7 @@ def _sum_up(K, M, operators, device):  # type: ignore[no-untyped-def]
         peak = max(peak, level)
     part, states = M.part, M.fixed[1]
     backward = peak + part[LARGEST_TILE, device] + part[LARGEST_ADDED, device] + 2 * part[LARGEST_GRADIENT, device]
-    backward += part[COLLECTED, device] + part[SENT, device]
+    backward += part[COLLECTED, device] + part[COLLECTED_TWICE, device] + part[SENT, device] + part[SENT_BETWEEN, device]
     held, trainable, work = part[HELD, device], part[TRAINABLE, device], M.fixed[0] + part[ACTIVATIONS, device] + backward
     bucket = min(trainable, BUCKET_BYTES + part[LARGEST_SHARD, device])
     updating = max(trainable, 3 * part[LARGEST_SHARD, device]) if states > 1 and K.serves_itself[device] else trainable
@@ -135,24 +140,32 @@ def _parameter(W, M, parameter):  # type: ignore[no-untyped-def]
     stamp = M.seen[0]
     for i in range(first, last):
         op, operand = M.user[i], M.user_operand[i]
-        cells = V.rows[C.variant[op], CELLS]
+        cells, parts = V.rows[C.variant[op], CELLS], W.order.count[0]
+        each = max(1, cells // V.rows[C.variant[op], PARTS_OF])  # tiles of a micro-batch
         at = M.rows[C.variant[op], REGIONS] + operand * cells
         for tile in range(C.tiles[op]):
             region, device = M.data[at + tile % cells], C.dev[C.dev_ptr[op] + tile]
             if region < 0:
                 continue
             size = M.region_volume[region] * itemsize
-            place = 1 + region * devices + device
+            place, reader = 1 + region * devices + device, i * parts + tile % cells // each
             if not disjoint:
                 part[ACTIVATIONS, device] += size
+                part[ASSEMBLED, device] += size
             if by_rows and G.backward[op]:
                 continue
             if M.seen[place] < 2 * stamp:
-                M.seen[place] = 2 * stamp
+                M.seen[place], M.seen_by[place] = 2 * stamp, reader
                 M.total[device] += size
-            elif M.seen[place] == 2 * stamp:
+                continue
+            collected = size if disjoint and M.trainable[parameter] else 0
+            if M.seen[place] == 2 * stamp:
                 M.seen[place] += 1
-                part[COLLECTED, device] += size if disjoint and M.trainable[parameter] else 0
+                part[COLLECTED_TWICE, device] += collected
+            if M.seen_by[place] >= 0 and (M.seen_by[place] // parts != i or M.seen_by[place] == reader):
+                part[COLLECTED_AT_ONCE, device] += collected
+                reader = -1  # of several it is one sum
+            M.seen_by[place] = reader if M.seen_by[place] >= 0 else -1
     whole = M.elements[parameter] * itemsize
     rest = 0  # what no tile reads is held by one of the devices, so the upper bound adds it to each
     if M.trainable[parameter] and not covered:

@@ -7,7 +7,7 @@ from soap.simulator.compiled.carriers import BROADCAST, MESSAGE
 from soap.simulator.compiled.fetches import is_remote
 from soap.simulator.compiled.graph_arrays import GraphTables
 from soap.simulator.compiled.jit import compiled
-from soap.simulator.compiled.memory_tables import ACTIVATIONS, LARGEST_ADDED, LARGEST_SUM, SENT, MemoryTables
+from soap.simulator.compiled.memory_tables import ACTIVATIONS, LARGEST_ADDED, LARGEST_SENT, LARGEST_SUM, SENT_BETWEEN, MemoryTables
 from soap.simulator.compiled.scratch import CARRIERS, FETCHES, FULL, HOLDINGS, REDUCTIONS, Scratch
 from soap.simulator.compiled.world import World
 from soap.simulator.memory.peaks import ADDING_COPIES
@@ -54,31 +54,36 @@ def add_sent(W: World, M: MemoryTables, op: int) -> None:
     for carrier in range(S.count[CARRIERS]):
         begin, end, pattern = S.k_part[carrier], S.k_part[carrier + 1], S.k_pattern[carrier]
         told = begin + 1 if pattern == BROADCAST else end
-        before = -1
+        before, together = -1, 0
         for i in range(begin, end):
             piece = S.part[i]
             fetch, hold = S.p_fetch[piece], S.p_hold[piece]
             out = first + S.f_out[fetch]
             size = S.p_volume[piece] * G.output_itemsize[out]
             whole = S.p_volume[piece] == _volume(V, S, S.h_box[hold])
+            together += size
             if i < told and (told - begin > 1 or not whole):
-                M.part[SENT, S.h_dev[hold]] += size
+                M.part[SENT_BETWEEN, S.h_dev[hold]] += size
             if G.output_gradient[out]:
-                M.part[SENT, S.f_dev[fetch]] += size
+                M.part[SENT_BETWEEN, S.f_dev[fetch]] += size
                 if told - begin > 1:
-                    M.part[SENT, S.h_dev[hold]] += size
+                    M.part[SENT_BETWEEN, S.h_dev[hold]] += size
             if pattern != MESSAGE and fetch != before:
                 for other in range(S.f_piece[fetch], S.f_piece[fetch + 1]):
                     if not is_remote(S, other):
-                        M.part[SENT, S.f_dev[fetch]] += S.p_volume[other] * G.output_itemsize[out]
+                        M.part[SENT_BETWEEN, S.f_dev[fetch]] += S.p_volume[other] * G.output_itemsize[out]
+                        together += S.p_volume[other] * G.output_itemsize[out]
             before = fetch
+        for i in range(begin, end):
+            for device in (S.h_dev[S.p_hold[S.part[i]]], S.f_dev[S.p_fetch[S.part[i]]]):
+                M.part[LARGEST_SENT, device] = max(M.part[LARGEST_SENT, device], together)
     for fetch in range(S.count[FETCHES]):
         out, remote, local = first + S.f_out[fetch], False, 0
         for piece in range(S.f_piece[fetch], S.f_piece[fetch + 1]):
             remote |= is_remote(S, piece)
             local += 0 if is_remote(S, piece) else S.p_volume[piece]
         if remote and G.output_gradient[out]:
-            M.part[SENT, S.f_dev[fetch]] += local * G.output_itemsize[out]
+            M.part[SENT_BETWEEN, S.f_dev[fetch]] += local * G.output_itemsize[out]
 
 
 @compiled
@@ -97,7 +102,8 @@ def add_sums(W: World, M: MemoryTables, op: int) -> None:
                 cell = S.cell_volume[S.r_cells[red] + i] * itemsize
                 part[ACTIVATIONS, device] += count * cell
                 back = S.cell_volume[S.r_cells[red] + i] * G.output_itemsize[out]
-                part[SENT, device] += size + (count * back if G.output_gradient[out] else 0)
+                part[SENT_BETWEEN, device] += size + (count * back if G.output_gradient[out] else 0)
+                part[LARGEST_SENT, device] = max(part[LARGEST_SENT, device], size, count * back)
             else:
                 part[ACTIVATIONS, device] += size
             if count > 1:

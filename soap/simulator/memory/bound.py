@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from math import ceil
 from typing import Any
 
 import numpy as np
@@ -14,12 +15,18 @@ from soap.simulator.compiled.growing import Growing
 from soap.simulator.compiled.handles import blank, handle
 from soap.simulator.compiled.memory import bound_memory
 from soap.simulator.compiled.memory_tables import COLUMNS, PARTS, MemoryTables
+from soap.simulator.compiled.ordered_memory import order_memory
+from soap.simulator.compiled.pass_places import PlaceTables, count_passes
 from soap.simulator.engine import Engine
 from soap.simulator.memory.hosts import hosts_may_lack
+from soap.simulator.memory.sweep import ALLOWANCE
 from soap.simulator.memory.variant_memory import Regions, VariantMemory
 
 NO_TABLES = handle(blank(MemoryTables))
 """Empty tables, for compiled code that does not use them."""
+
+MOST_KNOWN = 2**27
+"""Of ``PlaceTables.done``, which takes 4 bytes for each node and device. Where it would be larger, nothing is known of other devices."""
 
 
 class MemoryBound:
@@ -39,7 +46,7 @@ class MemoryBound:
         self._cuts: dict[frozenset[Box], int] = {}
         self._cut_volume = Growing(np.int64)
         self._filled: set[int] = set()
-        self._seen = np.zeros(1, np.int64)
+        self._seen, self._seen_by = np.zeros(1, np.int64), np.zeros(1, np.int64)
         users: list[list[tuple[int, int]]] = [[] for _ in graph.parameters]
         numbers = {tensor.name: number for number, tensor in enumerate(graph.parameters)}
         for position, op in enumerate(graph.operators):
@@ -86,11 +93,11 @@ class MemoryBound:
             self._filled.update(missing)
             room = 1 + self._region_volume.size * self._engine.topology.device_count
             if room > len(self._seen):
-                self._seen = np.zeros(2 * room, np.int64)
+                self._seen, self._seen_by = np.zeros(2 * room, np.int64), np.zeros(2 * room, np.int64)
             arrays: dict[str, Any] = {
                 "rows": self._rows, "data": self._data.array(), "cut": self._cut.array(),
                 "cut_ptr": self._cut_ptr, "cut_volume": self._cut_volume.array(), "region_volume": self._region_volume.array(),
-                "seen": self._seen,
+                "seen": self._seen, "seen_by": self._seen_by,
             }  # fmt: skip
             self._handle = handle(MemoryTables(**arrays, **self._fixed))
         return self._handle
@@ -105,6 +112,15 @@ class MemoryBound:
         found: list[int] = self._fixed["total"].tolist()
         return found
 
+    def in_order_bytes(self) -> list[int]:
+        """An upper bound of what each device holds at its peak as passes follow the order of micro-batches, whatever they take."""
+        total = self.bound_bytes()
+        return _ordered_bytes(self._engine, self._asked()) if self._engine.variants.micro_batches.count > 1 else total
+
+    def expected_bytes(self) -> list[int]:
+        """What is expected on each device at its peak at most: as ``sweep.expected_peaks``, without a plan."""
+        return [min(most, ceil((1 + ALLOWANCE) * own)) for own, most in zip(self.in_order_bytes(), self.bound_bytes(), strict=True)]
+
     def _make_rows(self, variants: int) -> None:
         """Make room for so many variants."""
         if variants > len(self._rows):
@@ -117,7 +133,7 @@ class MemoryBound:
         numbers = np.array([self._numbers(own) for own in variant.regions], np.int64)
         columns = variant.kept, variant.read, variant.gradients, variant.parameter_gradients, numbers
         rows = [-1, -1] if variant.compact is None else [self._data.add(variant.compact), self._data.add(variant.lookups)]
-        rows += [self._data.add(own) for own in (variant.made, variant.products)]
+        rows += [self._data.add(own) for own in (variant.made, variant.products, variant.partials)]
         self._rows[number] = [*(self._data.add(column) for column in columns), *rows]
         self._cut_ptr[number] = self._cut.add([self._cut_number(own) for own in variant.regions])
 
@@ -136,3 +152,43 @@ class MemoryBound:
             found = self._cuts[regions.boxes] = len(self._cuts)
             self._cut_volume.add([regions.volume])
         return found
+
+
+def _ordered_bytes(engine: Engine, tables: MemoryTables) -> list[int]:
+    """The upper bound in bytes, by device, of the strategy that an engine holds or proposes, if its passes follow its order of
+    micro-batches. ``tables``: of ``bound_memory``, which was called for this strategy."""
+    devices = engine.topology.device_count
+    fixed: dict[str, Any] = {"chunk": np.zeros(len(engine.graph.operators), np.int32), "sizes": np.zeros(2, np.int64)}
+    fixed |= {name: np.zeros(devices + 1, np.int32) for name in ("base", "node_base", "next")}
+    fixed |= {name: np.zeros(devices, np.int64) for name in ("steady", "ordered")}
+
+    def work() -> None:
+        counting = _tables(fixed)
+        count_passes(engine.world, counting)
+        slots, actions = fixed["sizes"].tolist()
+        places = _begins(fixed["base"], 1)
+        nodes = _begins(fixed["node_base"], 0)
+        sizes = {"rank": actions + 1, "place": slots, "node": places, "change": places + 1, "node_rank": nodes, "node_first": nodes}
+        sizes["done"] = nodes * devices if nodes * devices <= MOST_KNOWN else 0
+        order_memory(engine.world, tables, _tables(fixed, sizes))
+
+    engine.consult(work)
+    found: list[int] = fixed["ordered"].tolist()
+    return found
+
+
+def _begins(counts: np.ndarray[tuple[int, ...], np.dtype[np.int32]], spare: int) -> int:
+    """Make of each device's number where its own begin, with so many spare ones behind them; returns how many there are."""
+    own = counts[:-1] + spare
+    counts[1:] = np.cumsum(own)
+    counts[0] = 0
+    return int(counts[-1])
+
+
+def _tables(fixed: dict[str, Any], sizes: dict[str, int] | None = None) -> PlaceTables:
+    """The handle of tables of these sizes, by name, beside those that are there."""
+    arrays = dict(fixed)
+    for name, kind in PlaceTables.__annotations__.items():
+        if name not in arrays:
+            arrays[name] = np.zeros((sizes or {}).get(name, 0), np.int64 if "Longs" in str(kind) else np.int32)
+    return handle(PlaceTables(**arrays))

@@ -17,7 +17,7 @@ from soap.plan.row_counts import row_bytes, tile_lookups
 from soap.plan.tiling import Tile, windows
 from soap.simulator.compiled.graph_arrays import Longs
 from soap.simulator.cut_operators import CutOperator, CutOperators
-from soap.simulator.memory.footprint import kept_share, product_share, shares_of
+from soap.simulator.memory.footprint import kept_places, kept_share, product_share, shares_of
 from soap.simulator.memory.peaks import PACKING_KINDS, padded_bytes
 from soap.simulator.memory.tile_regions import boxes_of, by_lengths, distinct, volumes
 from soap.strategy.recomputation import has_product
@@ -44,6 +44,7 @@ class VariantMemory:
     parameter_gradients: Longs
     made: Longs
     products: Longs
+    partials: Longs
     regions: tuple[Regions, ...]
     compact: Longs | None
     lookups: Longs
@@ -95,10 +96,18 @@ class VariantMemories:
             parameter_gradients=sum((size[o] for o in op.parameters if graph.tensors[o.tensor].requires_grad), nothing),
             made=made,
             products=by_lengths(intervals, lambda cell: product_share(graph, op, cell)) if has_product(op) else nothing,
+            partials=self._let_go(op, intervals, size) if parted else nothing,
             regions=tuple([_regions(regions[o]) for o in op.parameters]),
             compact=compact,
             lookups=lookups,
         )
+
+    def _let_go(self, op: Operator, intervals: np.ndarray, size: Mapping[Operand, Longs]) -> Longs:
+        """[tile]: bytes of outputs that are gone when they are summed, as autograd does not keep them."""
+        own, found = [kept_places(self._graph, op, cell) for cell in boxes_of(intervals)], np.zeros(len(intervals), np.int64)
+        for place, output in enumerate(op.outputs, len(op.inputs) + len(op.parameters)):
+            found += np.where([places is not None and place not in places for places in own], size[output], 0)
+        return found
 
     def _rows_of(
         self, op: Operator, position: int, intervals: np.ndarray, regions: Mapping[Operand, np.ndarray]
