@@ -315,8 +315,8 @@ class Simulator:
         return expected_peaks(peaks, memory_use(plan, self.optimizer_states))
 
     def expected_folded(self, folding: Folding, engine: Engine) -> Sequence[int]:
-        """What is expected on each device of the cluster at its peak, from two copies that an engine holds or proposes; at most, if there are
-        too many tiles for a plan."""
+        """What is expected on each device of the cluster at its peak, from two copies that an engine holds or proposes; at most, if there
+        are too many tiles for a plan."""
         if not is_planned(folding.copies.strategy):
             found = self._bounded(engine)
             return folding.for_all([*found, min(found)])
