@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import permutations
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from soap.cluster.topology import Topology
 from soap.errors import ProfileError
 from soap.plan.delivery import SMALLEST_EXCHANGE
 from soap.simulator.communication.prices import Communication
+from soap.strategy.json_text import Schema, record
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,26 +255,22 @@ def encode_timing(timing: LinkTiming) -> dict[str, Any]:
     }
 
 
-def decode_timing(record: Mapping[str, Any]) -> LinkTiming:
+def decode_timing(given: Mapping[str, Any]) -> LinkTiming:
     """Read a timing from values that TIMING_SCHEMA allows."""
-    probe = Probe(Operation(record["operation"]), tuple(record["devices"]), record["size_bytes"])
-    return LinkTiming(probe, tuple(one / 1e9 for one in record["times_ns"]), record["cpu_ns"] / 1e9, record["measured_at"], record["scale"])
+    probe = Probe(Operation(given["operation"]), tuple(given["devices"]), given["size_bytes"])
+    return LinkTiming(probe, tuple(one / 1e9 for one in given["times_ns"]), given["cpu_ns"] / 1e9, given["measured_at"], given["scale"])
 
 
 _LONGEST_NS = MOST_SECONDS * 10**9
-_NS: dict[str, Any] = {"type": "integer", "minimum": 1, "maximum": _LONGEST_NS}
-_PROPERTIES: dict[str, Any] = {
-    "operation": {"enum": [operation.value for operation in Operation]},
-    "devices": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 2**20}, "minItems": 2, "uniqueItems": True},
-    "size_bytes": {"type": "integer", "minimum": 1, "maximum": 2**62},
-    "times_ns": {"type": "array", "items": _NS, "minItems": 1, "maxItems": MOST_TIMES},
-    "cpu_ns": {"type": "integer", "minimum": 0, "maximum": _LONGEST_NS},
-    "measured_at": {"type": "string", "maxLength": 40},
-    "scale": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
-}
-TIMING_SCHEMA: dict[str, Any] = {
-    "type": "object", "properties": _PROPERTIES, "required": list(_PROPERTIES), "additionalProperties": False,
-}  # fmt: skip
+TIMING_SCHEMA = record(
+    operation=Annotated[Any, Schema(enum=[operation.value for operation in Operation])],
+    devices=Annotated[tuple[Annotated[int, Schema(minimum=0, maximum=2**20)], ...], Schema(minItems=2, uniqueItems=True)],
+    size_bytes=Annotated[int, Schema(minimum=1, maximum=2**62)],
+    times_ns=Annotated[tuple[Annotated[int, Schema(minimum=1, maximum=_LONGEST_NS)], ...], Schema(minItems=1, maxItems=MOST_TIMES)],
+    cpu_ns=Annotated[int, Schema(minimum=0, maximum=_LONGEST_NS)],
+    measured_at=Annotated[str, Schema(maxLength=40)],
+    scale=Annotated[float, Schema(exclusiveMinimum=0, maximum=1)],
+)
 """JSON schema of an encoded timing."""
 
 

@@ -6,11 +6,11 @@ because a measured task is timed with that.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated
 
-from soap.profiles.entries import LARGEST
+from soap.profiles.entries import Count, Moment, Positive
+from soap.strategy.json_text import Schema, schema_of
 
 CORRECTED = "corrected by soap-compare --calibrate"
 """Words that reports add to the source of costs."""
@@ -21,13 +21,13 @@ class Correction:
     """A factor for answers of ``kind`` (an operator's, or ``entries.update_family``) in one direction. ``tasks``: number of measured
     tasks that it rests on. ``model``, ``strategy_hash``: the run that they were part of. ``calibrated_at``: ISO 8601, UTC."""
 
-    kind: str
+    kind: Annotated[str, Schema(minLength=1, maxLength=1000)]
     backward: bool
-    factor: float
-    tasks: int
-    model: str
-    strategy_hash: str
-    calibrated_at: str
+    factor: Positive
+    tasks: Count
+    model: Annotated[str, Schema(maxLength=1000)]
+    strategy_hash: Annotated[str, Schema(maxLength=1000)]
+    calibrated_at: Moment
 
     @property
     def of(self) -> tuple[str, bool]:
@@ -47,27 +47,5 @@ def named(kind: str, backward: bool) -> str:
     return f"{kind} {'backward' if backward else 'forward'}"
 
 
-def encode_correction(correction: Correction) -> dict[str, Any]:
-    """The correction as plain JSON values, as CORRECTION_SCHEMA describes them; ``decode_correction`` reads them."""
-    return asdict(correction)
-
-
-def decode_correction(record: Mapping[str, Any]) -> Correction:
-    """Read a correction from values that CORRECTION_SCHEMA allows."""
-    return Correction(**record)
-
-
-_WORD: dict[str, Any] = {"type": "string", "maxLength": 1000}
-_PROPERTIES: dict[str, Any] = {
-    "kind": {**_WORD, "minLength": 1},
-    "backward": {"type": "boolean"},
-    "factor": {"type": "number", "exclusiveMinimum": 0, "maximum": LARGEST},
-    "tasks": {"type": "integer", "minimum": 1, "maximum": LARGEST},
-    "model": _WORD,
-    "strategy_hash": _WORD,
-    "calibrated_at": {"type": "string", "maxLength": 40},
-}
-CORRECTION_SCHEMA: dict[str, Any] = {
-    "type": "object", "properties": _PROPERTIES, "required": list(_PROPERTIES), "additionalProperties": False,
-}  # fmt: skip
-"""JSON schema of an encoded correction."""
+CORRECTION_SCHEMA = schema_of(Correction)
+"""JSON schema of a correction as plain JSON values."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any
+from typing import Annotated, Any
 
 from soap.plan.compression.seam import Work
 from soap.profiles.keys import TileKey
 from soap.profiles.work import Kernel
 from soap.strategy.compression import Compression, written_settings
+from soap.strategy.json_text import Schema, record, schema_of
 
 UPDATE, COPY, RUNTIME, COMPRESSION = "update", "copy", "runtime", "compression"
 """Kinds of entries that belong to no operator: the optimizer's update of one tensor, a copy on a device (both by bytes), what the runtime
@@ -119,19 +120,19 @@ def encode(entry: Entry) -> dict[str, Any]:
     }
 
 
-def decode(record: Mapping[str, Any]) -> Entry:
+def decode(given: Mapping[str, Any]) -> Entry:
     """Read an entry from values that SCHEMA allows."""
-    backward = record["backward_ns"]
+    backward = given["backward_ns"]
     return Entry(
-        record["kind"],
-        TileKey(record["family"], tuple(record["lengths"]), tuple(record["regions"]), record["entire"]),
-        Timing(*record["forward_ns"]),
+        given["kind"],
+        TileKey(given["family"], tuple(given["lengths"]), tuple(given["regions"]), given["entire"]),
+        Timing(*given["forward_ns"]),
         None if backward is None else Timing(*backward),
-        record["repetitions"],
-        tuple(_decode_kernel(kernel) for kernel in record["forward_work"]),
-        tuple(_decode_kernel(kernel) for kernel in record["backward_work"]),
-        record["measured_at"],
-        tuple(record[LAUNCH]) if LAUNCH in record else None,
+        given["repetitions"],
+        tuple(_decode_kernel(kernel) for kernel in given["forward_work"]),
+        tuple(_decode_kernel(kernel) for kernel in given["backward_work"]),
+        given["measured_at"],
+        tuple(given[LAUNCH]) if LAUNCH in given else None,
     )
 
 
@@ -148,37 +149,19 @@ def _decode_kernel(values: Sequence[Any]) -> Kernel:
 LAUNCH = "launch_ns"
 """Only entries of GPUs have launch times."""
 LARGEST = 2**62
-_WORD: dict[str, Any] = {"type": "string", "minLength": 1, "maxLength": 200}
-_SIZE: dict[str, Any] = {"type": "integer", "minimum": 0, "maximum": LARGEST}
-_SIZES: dict[str, Any] = {"type": "array", "items": _SIZE, "maxItems": 1000}
-_POSITIVE: dict[str, Any] = {"type": "number", "exclusiveMinimum": 0, "maximum": LARGEST}
-_NOT_NEGATIVE: dict[str, Any] = {"type": "number", "minimum": 0, "maximum": LARGEST}
-
-
-def _tuple(*items: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "array", "prefixItems": list(items), "minItems": len(items), "maxItems": len(items)}
-
-
-_TIMING = _tuple(_POSITIVE, _NOT_NEGATIVE)
-_KERNEL = {**_tuple(_WORD, _NOT_NEGATIVE, _SIZE, _SIZE, _SIZE, _SIZE, _SIZE, _SIZE, _SIZE), "minItems": 5}
-_WORK: dict[str, Any] = {"type": "array", "items": _KERNEL, "maxItems": 10}
-_PROPERTIES: dict[str, Any] = {
-    "kind": _WORD,
-    "family": _WORD,
-    "lengths": _SIZES,
-    "regions": _SIZES,
-    "entire": {"type": "boolean"},
-    "forward_ns": _TIMING,
-    "backward_ns": {"anyOf": [{"type": "null"}, _TIMING]},
-    "repetitions": {"type": "integer", "minimum": 1, "maximum": LARGEST},
-    "forward_work": _WORK,
-    "backward_work": _WORK,
-    "measured_at": {"type": "string", "maxLength": 40},
-}
-SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "properties": {**_PROPERTIES, LAUNCH: _tuple(_NOT_NEGATIVE, _NOT_NEGATIVE)},
-    "required": list(_PROPERTIES),
-    "additionalProperties": False,
-}
+Word = Annotated[str, Schema(minLength=1, maxLength=200)]
+Moment = Annotated[str, Schema(maxLength=40)]
+Count = Annotated[int, Schema(minimum=1, maximum=LARGEST)]
+Positive = Annotated[float, Schema(exclusiveMinimum=0, maximum=LARGEST)]
+_Size = Annotated[int, Schema(minimum=0, maximum=LARGEST)]
+_Sizes = Annotated[tuple[_Size, ...], Schema(maxItems=1000)]
+_NotNegative = Annotated[float, Schema(minimum=0, maximum=LARGEST)]
+_Times = tuple[Positive, _NotNegative]
+_Kernel = Annotated[tuple[Word, _NotNegative, _Size, _Size, _Size, _Size, _Size, _Size, _Size], Schema(minItems=5)]
+_Work = Annotated[tuple[_Kernel, ...], Schema(maxItems=10)]
+SCHEMA = record(
+    kind=Word, family=Word, lengths=_Sizes, regions=_Sizes, entire=bool, forward_ns=_Times, backward_ns=None | _Times, repetitions=Count,
+    forward_work=_Work, backward_work=_Work, measured_at=Moment,
+)  # fmt: skip
 """JSON schema of an encoded entry."""
+SCHEMA["properties"][LAUNCH] = schema_of(tuple[_NotNegative, _NotNegative])

@@ -5,78 +5,54 @@ Some such files come with this package, each with its origin (``provenance``), w
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from soap.errors import ProfileError
 from soap.files import read_text, write_text_atomically
 from soap.measure.link_probes import TIMING_SCHEMA, decode_timing, encode_timing
 from soap.profiles import entries, keys, link_places
-from soap.profiles.corrections import CORRECTION_SCHEMA, decode_correction, encode_correction
-from soap.profiles.entries import decode, encode
+from soap.profiles.corrections import Correction
+from soap.profiles.entries import Word, decode, encode
 from soap.profiles.keys import Environment
 from soap.profiles.link_places import LinkPlace
 from soap.profiles.store import Store
+from soap.strategy.json_text import Schema, record
 
 FORMAT = "soap-profile"
 VERSION = 1
 SHIPPED = "profile-"
-_COUNT: dict[str, Any] = {"type": "integer", "minimum": 0, "maximum": 10**6}
-_WORD: dict[str, Any] = {"type": "string", "minLength": 1, "maxLength": 200}
-_ENVIRONMENT: dict[str, Any] = {
-    "device": _WORD,
-    "kind": {"enum": ["cpu", "cuda"]},
-    "torch": _WORD,
-    "threads": _COUNT,
-    "neighbours": _COUNT,
-    "version": _COUNT,
-}
-_PLACE: dict[str, Any] = {
-    "cluster": _WORD,
-    "name": {"type": "string", "maxLength": 1000},
-    "devices": {"type": "string", "maxLength": 10**4},
-    "machine": {"type": "string", "maxLength": 200},
-    "backend": _WORD,
-    "emulated": {"type": "boolean"},
-    "torch": _WORD,
-    "version": _COUNT,
-}
-
-
-def _record(properties: dict[str, Any], optional: tuple[str, ...] = ()) -> dict[str, Any]:
-    required = [name for name in properties if name not in optional]
-    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
-
-
-SCHEMA: dict[str, Any] = {
-    "$schema": "https://json-schema.org/draft/2020-12/schema",
-    "title": "SOAP measurements",
-    **_record(
-        {
-            "format": {"const": FORMAT},
-            "version": {"const": VERSION},
-            "profiles": {
-                "type": "array",
-                "items": _record(
-                    {
-                        "environment": _record(_ENVIRONMENT),
-                        "entries": {"type": "array", "items": entries.SCHEMA},
-                        "corrections": {"type": "array", "items": CORRECTION_SCHEMA},
-                    },
-                    optional=("corrections",),  # and no corrections
-                ),
-            },
-            "links": {
-                "type": "array",
-                "items": _record({"place": _record(_PLACE), "timings": {"type": "array", "items": TIMING_SCHEMA}}),
-            },
-            "provenance": {"type": "object", "additionalProperties": {"type": "string"}},
-        },
-        optional=("links", "provenance"),  # files written before links were measured have none
+_Count = Annotated[int, Schema(minimum=0, maximum=10**6)]
+_Kind = Annotated[Any, Schema(enum=["cpu", "cuda"])]
+_Environment = Annotated[Any, record(device=Word, kind=_Kind, torch=Word, threads=_Count, neighbours=_Count, version=_Count)]
+_Place = Annotated[
+    Any,
+    record(
+        cluster=Word,
+        name=Annotated[str, Schema(maxLength=1000)],
+        devices=Annotated[str, Schema(maxLength=10**4)],
+        machine=Annotated[str, Schema(maxLength=200)],
+        backend=Word,
+        emulated=bool,
+        torch=Word,
+        version=_Count,
     ),
-}
+]
+_Entries = tuple[Annotated[Any, entries.SCHEMA], ...]
+_Profile = record(environment=_Environment, entries=_Entries, corrections=tuple[Correction, ...])
+_Profile["required"].remove("corrections")  # and no corrections
+SCHEMA = record(
+    format=Annotated[Any, Schema(const=FORMAT)],
+    version=Annotated[Any, Schema(const=VERSION)],
+    profiles=tuple[Annotated[Any, _Profile], ...],
+    links=tuple[Annotated[Any, record(place=_Place, timings=tuple[Annotated[Any, TIMING_SCHEMA], ...])], ...],
+    provenance=Mapping[str, str],
+)
+SCHEMA.update({"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "SOAP measurements"})
+SCHEMA["required"] = ["format", "version", "profiles"]  # files written before links were measured have none
 
 
 def shipped_profiles() -> dict[str, Path]:
@@ -91,7 +67,7 @@ def export_profiles(store: Store, path: str | Path) -> int:
         {
             "environment": asdict(environment),
             "entries": [encode(entry) for entry in store.entries(environment)],
-            "corrections": [encode_correction(one) for one in store.corrections(environment)],
+            "corrections": [asdict(one) for one in store.corrections(environment)],
         }
         for environment in store.environments()
     ]
@@ -109,11 +85,7 @@ def import_profiles(store: Store, path: str | Path) -> int:
     nothing. If the file has measurements of an environment, the file's corrections replace that environment's."""
     document = _checked(read_text(path, what="profile", error=ProfileError), path)
     found = [
-        (
-            Environment(**own["environment"]),
-            [decode(entry) for entry in own["entries"]],
-            [decode_correction(one) for one in own.get("corrections", [])],
-        )
+        (Environment(**own["environment"]), [*map(decode, own["entries"])], [Correction(**one) for one in own.get("corrections", [])])
         for own in document["profiles"]
     ]
     links = [(LinkPlace(**own["place"]), [decode_timing(timing) for timing in own["timings"]]) for own in document.get("links", [])]

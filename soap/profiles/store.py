@@ -22,7 +22,7 @@ from urllib.parse import quote
 from soap.errors import ProfileError
 from soap.files import cache_folder
 from soap.measure.link_probes import TIMING_SCHEMA, LinkTiming, decode_timing, encode_timing, probe_text
-from soap.profiles.corrections import CORRECTION_SCHEMA, Correction, decode_correction, encode_correction
+from soap.profiles.corrections import CORRECTION_SCHEMA, Correction
 from soap.profiles.entries import SCHEMA, Entry, decode, encode
 from soap.profiles.keys import Environment
 from soap.profiles.link_places import LinkPlace
@@ -105,12 +105,12 @@ class Store:
 
     def put_corrections(self, environment: Environment, corrections: Iterable[Correction]) -> None:
         """Keep corrections; they replace earlier ones of the same kinds and directions. All or none are written."""
-        self._put("environments", "corrections", environment, {one.name: encode_correction(one) for one in corrections})
+        self._put("environments", "corrections", environment, {one.name: asdict(one) for one in corrections})
 
     def corrections(self, environment: Environment) -> list[Correction]:
         """The corrections of an environment, in the order of their names."""
         rows = self._rows("corrections", "SELECT entry FROM corrections WHERE environment = ? ORDER BY key", environment.hash)
-        return [decode_correction(self._record(text, _CORRECTIONS)) for (text,) in rows]
+        return [Correction(**self._record(text, _CORRECTIONS)) for (text,) in rows]
 
     def put_links(self, place: LinkPlace, timings: Iterable[LinkTiming]) -> None:
         """Keep timings of links; they replace earlier ones of the same probes. All or none are written."""

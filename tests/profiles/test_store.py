@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from soap.errors import ProfileError
 from soap.profiles import store as store_module
-from soap.profiles.corrections import Correction, decode_correction, encode_correction
+from soap.profiles.corrections import Correction
 from soap.profiles.entries import Entry, Timing, copy_key, decode, encode, update_family, update_key
 from soap.profiles.exchange import export_profiles, import_profiles, shipped_profiles
 from soap.profiles.keys import Environment, TileKey
@@ -65,7 +65,7 @@ def test_keeps_what_was_put(store: Store) -> None:
 
 
 def test_a_correction_is_the_same_after_json() -> None:
-    assert decode_correction(json.loads(json.dumps(encode_correction(SLOW)))) == SLOW
+    assert Correction(**json.loads(json.dumps(asdict(SLOW)))) == SLOW
     assert [one.name for one in (SLOW, SLOW_BACKWARD, SLOW_UPDATE)] == [
         "linear forward", "linear backward", "update of optimizers with 0 states",
     ]  # fmt: skip
@@ -109,7 +109,7 @@ def test_what_was_measured_elsewhere_is_no_answer(store: Store, change: dict[str
 
 WRITER = """
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from soap.profiles.store import Store
 from tests.profiles.test_store import HERE, LINEAR
