@@ -6,18 +6,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from soap.report.figures import BLUE, ORANGE, duration, height_of, legend_above, name_rows, new_figure
-from soap.report.section import Block, Contents, Figure, Section, Table, Text
+from soap.report.section import Block, Contents, Figure, Section, Table, Text, without
 from soap.simulator.analysis.comparison import Comparison, Group
 
 if TYPE_CHECKING:
     from bokeh.plotting import figure as BokehFigure
 
 MOST_GROUPS = 20
-
-
-def lacks(contents: Contents) -> str:
-    """Why the section cannot be drawn."""
-    return "" if contents.comparison is not None else "nothing was measured (soap-run --report, soap-compare --report)"
 
 
 def blocks(contents: Contents) -> Sequence[Block]:
@@ -64,4 +59,5 @@ def _worst(found: Comparison) -> Table:
     return Table("The tasks that are furthest off", ("task", "predicted", "measured", "measured / predicted"), rows)
 
 
-SECTION = Section("compared", "Predicted and measured", lacks, blocks)
+_LACKING = "nothing was measured (soap-run --report, soap-compare --report)"
+SECTION = Section("compared", "Predicted and measured", without("comparison", _LACKING), blocks)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from soap.report.figures import INK, MEMORY_COLOURS, byte_unit, legend_above, new_figure, zoomable
-from soap.report.section import Block, Choice, Contents, Figure, Section, Table
+from soap.report.section import Block, Choice, Contents, Figure, Section, Table, without
 from soap.simulator.folded import FoldedSimulation
 from soap.simulator.memory.curves import MemoryCurve
 from soap.simulator.simulate import Simulation
@@ -24,11 +24,6 @@ MOST_POINTS = 400
 """Of one curve; of more, those with the most memory within a span are kept."""
 MOST_DEVICES = 16
 """Devices that can be chosen: those whose curves differ, the fullest first."""
-
-
-def lacks(contents: Contents) -> str:
-    """Why the section cannot be drawn."""
-    return "" if contents.simulation is not None else "the iteration was not simulated here"
 
 
 def blocks(contents: Contents) -> Sequence[Block]:
@@ -137,4 +132,4 @@ def _peaks(simulation: Simulation | FoldedSimulation) -> Table:
     return Table(title, ("device", "peak", "limit", *kinds), rows)
 
 
-SECTION = Section("memory", "Memory", lacks, blocks)
+SECTION = Section("memory", "Memory", without("simulation", "the iteration was not simulated here"), blocks)

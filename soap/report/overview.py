@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from soap.report.figures import BLUE, GREY, INK, ORANGE, TASK_COLOURS, duration, height_of, legend_above, name_rows, new_figure, plain
-from soap.report.section import Block, Contents, Figure, Section, Table, Text
+from soap.report.section import Block, Contents, Figure, Section, Table, Text, without
 from soap.search.deciding import FASTEST, SAFE
 from soap.units import format_bytes
 
@@ -14,11 +14,6 @@ if TYPE_CHECKING:
     from bokeh.plotting import figure as BokehFigure
 
 THIS = "this plan"
-
-
-def lacks(contents: Contents) -> str:
-    """Why the section cannot be drawn."""
-    return "" if contents.summary is not None else "no plan was simulated"
 
 
 def blocks(contents: Contents) -> Sequence[Block]:
@@ -174,4 +169,4 @@ def _binding(path: Mapping[str, int]) -> BokehFigure:
     return made
 
 
-SECTION = Section("overview", "Overview", lacks, blocks)
+SECTION = Section("overview", "Overview", without("summary", "no plan was simulated"), blocks)

@@ -6,18 +6,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from soap.report.figures import BLUE, SKY, height_of, legend_above, name_rows, new_figure
-from soap.report.section import Block, Contents, Figure, Section, Table, Text
+from soap.report.section import Block, Contents, Figure, Section, Table, Text, without
 from soap.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from bokeh.plotting import figure as BokehFigure
 
 MOST_COLUMNS = 40
-
-
-def lacks(contents: Contents) -> str:
-    """Why the section cannot be drawn."""
-    return "" if contents.preprocessing is not None else "nothing was preprocessed (soap-preprocess --report)"
 
 
 def blocks(contents: Contents) -> Sequence[Block]:
@@ -69,4 +64,4 @@ def _dictionaries(columns: Sequence[tuple[str, int]]) -> BokehFigure:
     return made
 
 
-SECTION = Section("preprocessed", "Preprocessing", lacks, blocks)
+SECTION = Section("preprocessed", "Preprocessing", without("preprocessing", "nothing was preprocessed (soap-preprocess --report)"), blocks)

@@ -22,7 +22,7 @@ from soap.report.figures import (
     new_figure,
     plain,
 )  # fmt: skip
-from soap.report.section import Block, Contents, Figure, Section, Table, Text
+from soap.report.section import Block, Contents, Figure, Section, Table, Text, without
 from soap.search.plot import WIDE_RANGE
 from soap.search.record import SearchResult
 from soap.search.starts import BASELINE
@@ -37,11 +37,6 @@ MOST_LINES = 7
 """Starts whose cost is a line: data parallelism, and the best others."""
 FARTHEST = 1.2
 """A start that costs this many times what data parallelism and all accepted proposals do has no line: it would leave these no room."""
-
-
-def lacks(contents: Contents) -> str:
-    """Why the section cannot be drawn."""
-    return "" if contents.result is not None else "the plan was not searched for here (soap-search --report)"
 
 
 def blocks(contents: Contents) -> Sequence[Block]:
@@ -140,4 +135,4 @@ def _acceptance(result: SearchResult) -> BokehFigure:
     return made
 
 
-SECTION = Section("search", "Search", lacks, blocks)
+SECTION = Section("search", "Search", without("result", "the plan was not searched for here (soap-search --report)"), blocks)

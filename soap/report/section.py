@@ -112,3 +112,8 @@ class Section:
     title: str
     lacks: Callable[[Contents], str]
     blocks: Callable[[Contents], Sequence[Block]]
+
+
+def without(field: str, why: str) -> Callable[[Contents], str]:
+    """A ``Section.lacks``: ``why`` where contents have no such field."""
+    return lambda contents: why if getattr(contents, field) is None else ""

@@ -6,17 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from soap.report.figures import BLUE, GREY, ORANGE, duration, legend_above, new_figure
-from soap.report.section import Block, Contents, Figure, Section, Table
+from soap.report.section import Block, Contents, Figure, Section, Table, without
 
 if TYPE_CHECKING:
     from bokeh.plotting import figure as BokehFigure
 
 CURVE_POINTS = 60
-
-
-def lacks(contents: Contents) -> str:
-    """Why the section cannot be drawn."""
-    return "" if contents.tuning is not None else "nothing was tuned (soap-tune --report)"
 
 
 def blocks(contents: Contents) -> Sequence[Block]:
@@ -59,4 +54,4 @@ def _runs(own: Mapping[str, Any]) -> BokehFigure:
     return made
 
 
-SECTION = Section("tuned", "Partitions", lacks, blocks)
+SECTION = Section("tuned", "Partitions", without("tuning", "nothing was tuned (soap-tune --report)"), blocks)
