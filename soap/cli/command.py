@@ -87,6 +87,15 @@ class Parser(argparse.ArgumentParser):
         self.exit(USAGE_EXIT_CODE, f"{self.prog}: error: {one_line(message)} ({self.prog} --help shows the options)\n")
 
 
+def entry_point(make_parser: Callable[[], Parser], execute: Callable[[argparse.Namespace], int]) -> Callable[..., int]:
+    """A command's ``main``, which takes the arguments, or None for those of the process. The parser is made when it is called."""
+
+    def main(argv: Sequence[str] | None = None) -> int:
+        return run_command(make_parser(), execute, argv)
+
+    return main
+
+
 def run_command(parser: Parser, execute: Callable[[argparse.Namespace], int], argv: Sequence[str] | None) -> int:
     """Parse, execute, and return an exit code whatever happens. ``args.limit`` is the command's ``TimeLimit``, of ``--time-limit`` if it
     has that option: from the start of this process, or, if it was called with ``argv``, from now."""

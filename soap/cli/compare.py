@@ -11,7 +11,7 @@ from typing import Any
 from soap import outputs
 from soap.cli import calibration, plan_summary, reporting, timelines
 from soap.cli.calibration import LEAST_TASKS
-from soap.cli.command import Parser, UsageError, run_command
+from soap.cli.command import Parser, UsageError, entry_point
 from soap.cli.options import add_cluster, add_json
 from soap.cli.plain_text import aligned, milliseconds
 from soap.files import write_text_atomically
@@ -167,10 +167,7 @@ def _counted(found: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {kind}" for kind, count in found.items())
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point."""
-    return run_command(make_parser(), execute, argv)
-
+main = entry_point(make_parser, execute)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -9,7 +9,7 @@ from typing import Any
 
 from soap import api
 from soap.cli import plan_summary, reporting
-from soap.cli.command import Parser, UsageError, run_command
+from soap.cli.command import Parser, UsageError, entry_point
 from soap.cli.options import MODEL_HELP, add_cluster, add_costs, add_json, add_reading, reading
 from soap.cli.plain_text import aligned, devices, layers, listed, milliseconds, sync_document, sync_text
 from soap.plan.compression.training import PLAIN, for_scaling
@@ -215,10 +215,7 @@ def _configured(entry: OperatorEntry, with_sizes: bool) -> str:
     return f"{', '.join(parts) or 'whole'} on {devices(entry.devices)}" + (f" ({sizes})" if with_sizes else "")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point."""
-    return run_command(make_parser(), execute, argv)
-
+main = entry_point(make_parser, execute)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from soap import api, outputs
-from soap.cli.command import Parser, UsageError, run_command
+from soap.cli.command import Parser, UsageError, entry_point
 from soap.cli.named_calls import VALUES, imported, setting
 from soap.cli.options import module_name, positive
 from soap.errors import ModelError, did_you_mean, first_line
@@ -454,10 +454,7 @@ def _report(args: argparse.Namespace, name: str, module: nn.Module, given: tuple
     return "\n".join(lines)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point."""
-    return run_command(make_parser(), execute, argv)
-
+main = entry_point(make_parser, execute)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from soap import api, outputs
 from soap.api.exported_plans import Candidate, ExportedPlan, export_plan
 from soap.cli import plan_summary, rows
-from soap.cli.command import Parser, run_command
+from soap.cli.command import Parser, entry_point
 from soap.cli.diff import listings
 from soap.cli.inputs import add_asked, check_inputs, read_file
 from soap.cli.options import add_json, cluster_of, reading
@@ -136,10 +135,7 @@ def in_words(found: ExportedPlan) -> str:
     return f"{own.world} device{'s' * (own.world > 1)}: {', '.join(parts)}"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point."""
-    return run_command(make_parser(), execute, argv)
-
+main = entry_point(make_parser, execute)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from soap import outputs
 from soap.cli import reporting
-from soap.cli.command import Parser, UsageError, note, run_command
+from soap.cli.command import Parser, UsageError, entry_point, note
 from soap.cli.options import add_json, not_negative, positive
 from soap.cli.plain_text import aligned
 from soap.errors import INTERRUPTED_EXIT_CODE
@@ -265,10 +265,7 @@ def plan_text(found: Mapping[str, Any]) -> str:
     return "\n\n".join([aligned(units), aligned(steps), room])
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point."""
-    return run_command(make_parser(), execute, argv)
-
+main = entry_point(make_parser, execute)
 
 if __name__ == "__main__":
     sys.exit(main())

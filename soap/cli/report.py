@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from soap import api, outputs
 from soap.cli import reporting, rows, timelines
-from soap.cli.command import Parser, UsageError, run_command
+from soap.cli.command import Parser, UsageError, entry_point
 from soap.cli.inputs import add_asked, check_inputs, read_file
 from soap.cli.options import cluster_of
 from soap.plan.compression.training import PLAIN, for_scaling
@@ -64,10 +63,7 @@ def execute(args: argparse.Namespace) -> int:
     return 0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point."""
-    return run_command(make_parser(), execute, argv)
-
+main = entry_point(make_parser, execute)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from soap import api
 from soap.cli import compressing, emulation, evaluating, figures, reporting, restarting, stale_run, step_log, warm_up, weights
 from soap.cli.checkpoints import add_checkpoints, check_optimizer, chosen, going_on
-from soap.cli.command import Parser, UsageError, note, run_command
+from soap.cli.command import Parser, UsageError, entry_point, note
 from soap.cli.inputs import check_inputs
 from soap.cli.options import (
     add_backend,
@@ -390,11 +390,6 @@ def loss_scaling_facts(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [("loss scaled by", f"{found['scale']:,g} at the end; {left} left out because of gradients that are not finite")]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point."""
-    return run_command(make_parser(), execute, argv)
-
-
 def _recorded_cluster(path: str) -> str:
     """The cluster that a strategy file names, if the name is enough to make it."""
     name = api.load_strategy_header(path).cluster
@@ -402,6 +397,8 @@ def _recorded_cluster(path: str) -> str:
         return name
     raise StrategyError(f"{path}: made for cluster {name!r}, which is no preset; expected --cluster FILE with its description")
 
+
+main = entry_point(make_parser, execute)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -10,7 +10,7 @@ from typing import Any
 
 from soap import outputs
 from soap.cli import plan_summary
-from soap.cli.command import Parser, UsageError, run_command
+from soap.cli.command import Parser, UsageError, entry_point
 from soap.cli.options import add_json, not_negative, positive
 from soap.cli.plain_text import aligned
 from soap.errors import ScheduleError
@@ -156,10 +156,7 @@ def _grid(played: Played) -> str:
     return "\n\n".join(grid([row[start : start + at_once] for row in rows]) for start in range(0, columns, at_once))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point."""
-    return run_command(make_parser(), execute, argv)
-
+main = entry_point(make_parser, execute)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -11,7 +11,7 @@ from functools import partial
 from soap import api, outputs
 from soap.cli import at_hand, clusters, explanation, plan_summary, reporting, rows, search_report, served_search, spare_plans, two_plans
 from soap.cli.clusters import Candidate
-from soap.cli.command import Parser, UsageError, check_outputs, note, one_line, run_command
+from soap.cli.command import Parser, UsageError, check_outputs, entry_point, note, one_line
 from soap.cli.first_measuring import Measured
 from soap.cli.inputs import check_inputs
 from soap.cli.options import add_cluster, add_costs, add_explain, add_model, add_outputs, add_rows, cluster_of, reading
@@ -314,10 +314,7 @@ def _told(args: argparse.Namespace) -> list[str]:
     return told + [f"lossy {method.word}" for method in args.lossy]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point."""
-    return run_command(make_parser(), execute, argv)
-
+main = entry_point(make_parser, execute)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from soap.cli import (
     stale_plan,
     worker_plan,
 )
-from soap.cli.command import Parser, UsageError, run_command
+from soap.cli.command import Parser, UsageError, entry_point
 from soap.cli.inputs import add_asked, check_inputs, read_file
 from soap.cli.options import add_explain, add_outputs, cluster_of, reading, share
 from soap.cli.stopping import add_time_limit
@@ -261,10 +260,7 @@ def _made_for(args: argparse.Namespace, topology: Topology) -> str | None:
     return None if same else header.cluster
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point."""
-    return run_command(make_parser(), execute, argv)
-
+main = entry_point(make_parser, execute)
 
 if __name__ == "__main__":
     sys.exit(main())

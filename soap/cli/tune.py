@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from soap import api, outputs
 from soap.cli import emulation, reporting
-from soap.cli.command import Parser, UsageError, note, one_line, run_command
+from soap.cli.command import Parser, UsageError, entry_point, note, one_line
 from soap.cli.inputs import check_inputs
 from soap.cli.options import add_cluster, add_costs, add_json, add_model, not_negative, positive
 from soap.cli.plain_text import aligned, listed, milliseconds
@@ -303,10 +303,7 @@ def _counted(number: int, one: str, several: str | None = None) -> str:
     return f"{number} {one if number == 1 else several or one + 's'}"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point."""
-    return run_command(make_parser(), execute, argv)
-
+main = entry_point(make_parser, execute)
 
 if __name__ == "__main__":
     sys.exit(main())
