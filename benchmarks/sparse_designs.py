@@ -18,9 +18,11 @@ from collections.abc import Sequence
 from benchmarks.pages import give
 from soap import api
 from soap.cluster.topology import Device, DeviceType, Host, Link, Topology
+from soap.elastic.layout import Place
+from soap.elastic.messages import Kind
 from soap.elastic.simulation.design import Design, bipartite, design_of, three_designs
 from soap.elastic.simulation.steady import Steady, simulate
-from soap.elastic.simulation.traffic import Traffic, needs_of_graph
+from soap.elastic.simulation.traffic import Traffic, frame_bytes, needs_of_graph
 from soap.elastic.simulation.work import EstimatedWork
 from soap.model.graph import OperatorGraph
 from soap.profiles.roofline import RooflineCosts
@@ -58,17 +60,28 @@ def machines(count: int) -> Topology:
     return Topology(f"{count} machines", tuple(devices), tuple(hosts), tuple(links))
 
 
+class PublishedTraffic(Traffic):
+    """Twitter's bytes. Owners keep what they were asked for until the gradient comes, so that a push has no ids."""
+
+    def asking(self, place: Place) -> int:
+        return ENTRY_BYTES * self.entries_of(place) + frame_bytes(Kind.LOOK_UP)
+
+    def push(self, place: Place) -> int:
+        is_table = place.partition.parameter in self.needs.tables
+        return frame_bytes(Kind.PUSH_OUTPUTS, self._outputs(place)) if is_table else super().push(place)
+
+
 def steady(graph: OperatorGraph, design: Design, topology: Topology, *, published: bool) -> Steady:
     """``published``: with Twitter's bytes."""
     needs = needs_of_graph(graph, [*design.layout.tables], BATCH)
-    traffic = Traffic(design, needs, entry_bytes=ENTRY_BYTES if published else None, remembering=published)
+    traffic = (PublishedTraffic if published else Traffic)(design, needs)
     return simulate(topology, traffic, EstimatedWork(graph, topology, RooflineCosts(topology, 1), traffic))
 
 
 def one_pipeline(graph: OperatorGraph) -> float:
     """Batches per second of one input pipeline whose partitions and rest take hardly any time: its link is the limit."""
     design = design_of(bipartite(graph, [0], [1], BATCH, parse(ASYNC)), graph)
-    traffic = Traffic(design, needs_of_graph(graph, [*design.layout.tables], BATCH), entry_bytes=ENTRY_BYTES, remembering=True)
+    traffic = PublishedTraffic(design, needs_of_graph(graph, [*design.layout.tables], BATCH))
     return EGRESS_BYTES_PER_SECOND / sum(traffic.asking(place) for places in design.layout.tables.values() for place in places)
 
 

@@ -57,14 +57,6 @@ def lives(process: int) -> bool:
         return False
 
 
-def started_at(process: int) -> int:
-    """When a process was started, in ticks since the machine was: with its number that tells it from all others. 0 if it is gone."""
-    try:
-        return int(_status(process)[19])
-    except (OSError, IndexError):
-        return 0
-
-
 def name_of(process: int) -> str:
     """A process's command line; empty if it is gone."""
     try:

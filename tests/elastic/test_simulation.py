@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.bipartite import needs_of_batch
+from benchmarks.sparse_designs import PublishedTraffic
 from soap.cluster.topology import Host
 from soap.elastic.clocks import Clocks
 from soap.elastic.cut import Cut
@@ -141,7 +142,7 @@ def test_publications_bound_of_one_input_pipeline() -> None:
     """1008 entries of 20 bytes for each of 512 samples, at 150 MB/s: 14.5 batches a second leave one pipeline (with 1000: 14.6)."""
     graph = load_model("zoo:full_sparse", plan_only=True).graph
     design = naive(graph, [0], [1], [2], 512, ASYNC)
-    traffic = Traffic(design, needs_of_graph(graph, [*design.layout.tables], 512), entry_bytes=20, remembering=True)
+    traffic = PublishedTraffic(design, needs_of_graph(graph, [*design.layout.tables], 512))
     sent = sum(traffic.asking(place) for place in design.layout.places[:3])
     assert sent == pytest.approx(512 * 1008 * 20, rel=1e-4)
     found = simulate(star(3, 150e6), replace(traffic, design=replace(design, in_flight=3)), Fixed())

@@ -90,18 +90,14 @@ def _values(graph: OperatorGraph, lookup: Lookup) -> str | None:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes of the frames of a lease. ``entry_bytes``: of an entry in whatever form (Twitter's: 20, two numbers of 8 bytes and one of 4);
-    None: ours. ``remembering``: owners keep what they were asked for until the gradient comes, so that a push has no ids."""
+    """Bytes of the frames of a lease."""
 
     design: Design
     needs: Needs
-    entry_bytes: int | None = None
-    remembering: bool = False
 
     def asking(self, place: Place) -> int:
         """A question for sums."""
-        arrays, extra = self._entries(place)
-        return extra + frame_bytes(Kind.LOOK_UP, *arrays)
+        return frame_bytes(Kind.LOOK_UP, *self._entries(place))
 
     def sums(self, place: Place) -> int:
         """Its answer."""
@@ -111,8 +107,7 @@ class Traffic:
         """A push: of the gradient of sums, or of a piece of the dense variables."""
         if place.partition.parameter not in self.needs.tables:
             return frame_bytes(Kind.PUSH, self._piece(place))
-        arrays, extra = ((), 0) if self.remembering else self._entries(place)
-        return extra + frame_bytes(Kind.PUSH_OUTPUTS, self._outputs(place), *arrays)
+        return frame_bytes(Kind.PUSH_OUTPUTS, self._outputs(place), *self._entries(place))
 
     def counted(self) -> int:
         """The answer to a push."""
@@ -131,15 +126,12 @@ class Traffic:
         places = self.design.layout.tables[place.partition.parameter]
         return self.needs.tables[place.partition.parameter].entries_of(places)[places.index(place)]
 
-    def _entries(self, place: Place) -> tuple[tuple[_Array, ...], int]:
-        """Arrays of the entries, and bytes beside them."""
+    def _entries(self, place: Place) -> tuple[_Array, ...]:
         asked, count = self.needs.tables[place.partition.parameter], self.entries_of(place)
-        if self.entry_bytes is not None:
-            return (), self.entry_bytes * count
         cell = place.partition.cell
         whole = "<i4" if cell[0] <= SMALL and count < SMALL else "<i8"
         ids: tuple[_Array, ...] = ((whole, (count,)), (whole, (asked.bags + 1,)))
-        return (*ids, (f"<f{asked.value_bytes}", (count,))) if asked.value_bytes else ids, 0
+        return (*ids, (f"<f{asked.value_bytes}", (count,))) if asked.value_bytes else ids
 
     def _outputs(self, place: Place) -> _Array:
         asked = self.needs.tables[place.partition.parameter]

@@ -8,7 +8,7 @@ import torch
 
 from soap.plan.compression.int8 import BLOCK, BlocksLayout
 from soap.runtime.compression import seam
-from soap.runtime.compression.parts import NarrowParts
+from soap.runtime.compression.bf16 import NarrowParts
 from soap.strategy.compression import Int8
 
 LARGEST = 127

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 from typing import Any, cast
 
@@ -121,14 +122,15 @@ def cross_entropy(view: View) -> Tiled:
     )
 
 
-def _run_pointwise_loss(local: Local) -> torch.Tensor:
+def _reduced(local: Local, shape: Sequence[int]) -> torch.Tensor:
+    """The loss, or its sum, or that by the number of elements of a shape, as the call asks."""
     reduction = local.get("reduction", MEAN)
-    if reduction == 0:
-        out: torch.Tensor = local.plain()
-        return out
-    loss: torch.Tensor = local.plain(reduction=SUM)
-    count = prod(broadcast_shape(local.shapes))
-    return loss / count if reduction == MEAN else loss
+    found: torch.Tensor = local.plain(**({"reduction": SUM} if reduction else {}))
+    return found / prod(shape) if reduction == MEAN else found
+
+
+def _run_pointwise_loss(local: Local) -> torch.Tensor:
+    return _reduced(local, broadcast_shape(local.shapes))
 
 
 @rule(
@@ -155,13 +157,7 @@ def pointwise_loss(view: View) -> Tiled:
 
 
 def _run_of_samples(local: Local) -> torch.Tensor:
-    reduction = local.get("reduction", MEAN)
-    if reduction == 0:
-        out: torch.Tensor = local.plain()
-        return out
-    loss: torch.Tensor = local.plain(reduction=SUM)
-    count = prod(local.shapes[0][:-1]) if local.call.kind != "triplet_margin_loss" else prod(broadcast_shape(local.shapes)[:-1])
-    return loss / count if reduction == MEAN else loss
+    return _reduced(local, (local.shapes[0] if local.call.kind != "triplet_margin_loss" else broadcast_shape(local.shapes))[:-1])
 
 
 def _of_samples(view: View, operands: tuple[Maps, ...], scope: Scope, out: Maps) -> Tiled:
