@@ -172,8 +172,7 @@ Told = Callable[[int, Report], None]
 
 @dataclass(frozen=True)
 class Options:
-    """``partitions`` of each table (default: one per server), cut along ``axis`` (0: rows, 1: columns; for all tables or by name); with
-    ``tables`` (where each is cut, and placed) and ``dense`` (servers with a piece of the dense variables) these stand instead.
+    """``tables``: where each is cut, and placed; ``dense``: servers with a piece of the dense variables; without these, by ``lay_out``.
     ``worker_machines``, ``server_machines``: by number, a machine of the cluster, modulo how many there are.
 
     ``bound``: see ``Clocks``: 0, D, or None (asynchronous). ``averaged``: synchronous training instead: as many leases as there are workers
@@ -186,8 +185,6 @@ class Options:
     epochs: int = 1
     workers: int = 2
     servers: int = 1
-    partitions: int | None = None
-    axis: int | Mapping[str, int] = 0
     bound: int | None = SYNC
     seed: int = 0
     tables: Mapping[str, TableCut] | None = None
@@ -274,7 +271,7 @@ def laid_out(source: Source, options: Options) -> Layout:
     tables, dense = ({name: model.graph.tensors[name].shape for name in names} for names in (cut.tables, cut.dense))
     if options.tables is not None:
         return lay_out_planned(tables, dense, options.servers, options.tables, options.dense)
-    return lay_out(tables, dense, options.servers, partitions=options.partitions, axis=options.axis)
+    return lay_out(tables, dense, options.servers)
 
 
 class Run:

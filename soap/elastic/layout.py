@@ -65,26 +65,15 @@ class Layout:
         return {name: part.view(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)}
 
 
-def lay_out(
-    tables: Mapping[str, Sequence[int]],
-    dense: Mapping[str, Sequence[int]],
-    servers: int,
-    *,
-    partitions: int | None = None,
-    axis: int | Mapping[str, int] = 0,
-) -> Layout:
-    """Cut tables of these shapes into so many partitions along an axis (for each table, or all), and deal these out in turn: each table
-    goes on where the last one has ended, and the pieces of the dense variables behind the last table. A table with fewer positions than
-    ``partitions`` (default: the number of servers) is cut into as many as it has."""
+def lay_out(tables: Mapping[str, Sequence[int]], dense: Mapping[str, Sequence[int]], servers: int) -> Layout:
+    """Cut tables of these shapes by rows, each into as many partitions as there are servers, or rows if these are fewer, and deal these
+    out in turn: each table goes on where the last one has ended, and the pieces of the dense variables behind the last table."""
     if servers < 1:
         raise ElasticError(f"{servers} servers; expected at least 1")
-    count, turn = partitions or servers, 0
-    cuts: dict[str, TableCut] = {}
+    turn, cuts = 0, dict[str, TableCut]()
     for name, shape in tables.items():
-        along = axis if isinstance(axis, int) else axis.get(name, 0)
-        size = shape[along] if 0 <= along < len(shape) else 1
-        parts = min(count, max(1, size))
-        cuts[name] = TableCut(along, tuple((turn + part) % servers for part in range(parts)))
+        parts = min(servers, max(1, shape[0]))
+        cuts[name] = TableCut(0, tuple((turn + part) % servers for part in range(parts)))
         turn += parts
     return lay_out_planned(tables, dense, servers, cuts, [(turn + piece) % servers for piece in range(min(servers, DENSE_SERVERS))])
 

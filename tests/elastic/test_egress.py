@@ -10,13 +10,12 @@ import pytest
 
 import soap
 from soap.elastic import owners
-from soap.elastic.layout import lay_out
 from soap.elastic.messages import Kind, Message
 from soap.elastic.worker import Source, Worker
 from soap.zoo import build
 from soap.zoo.full_sparse import FullSparse, FullSparseConfig
 from tests.elastic import test_owners
-from tests.elastic.test_owners import SECRET, samples
+from tests.elastic.test_owners import SECRET, cut_along, samples
 
 WIDE = FullSparseConfig(layers=2, rows=50, width=8, features=3, hidden=6, alpha=0.3, batch=8)
 """The tiny model with a column for each of eight owners."""
@@ -39,7 +38,7 @@ def test_egress_is_that_of_the_formulas(servers: int, axis: int, tmp_path: Path,
     shapes = {name: tuple(value.shape) for name, value in model.parameters.items()}
     tables = {name: shape for name, shape in shapes.items() if name in model.graph.sparse}
     out = sum(shape[1] for shape in tables.values())
-    layout = lay_out(tables, {name: shape for name, shape in shapes.items() if name not in tables}, servers, partitions=servers, axis=axis)
+    layout = cut_along(axis, tables, {name: shape for name, shape in shapes.items() if name not in tables}, servers, servers)
     assert len(tables) == TABLES and min(map(min, tables.values())) >= servers
     sent, received = list[tuple[int, Message]](), list[tuple[int, Message]]()
     real_send, real_answer = owners.Owners._sent_to, owners.Owners._answer_of

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from torch import Tensor
 from soap.elastic.faults import ElasticError
 from soap.elastic.launcher import Options, Outcome, Run, train
 from soap.elastic.leases import Dealer, Lease
+from soap.elastic.plan import TableCut
 from soap.elastic.server_actor import Keeping
 from soap.elastic.session import Session, module
 from soap.elastic.worker import InMemory, Report, Source
@@ -25,6 +27,7 @@ from tests.elastic.test_owners import samples
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 SAMPLES, BATCH = 38, 4
+SUMS: dict[str, Any] = {"reduce_dense": "sum", "reduce_sparse": "sum"}
 
 
 @pytest.fixture
@@ -63,7 +66,8 @@ class Deadly(InMemory):
 def test_killed_worker_and_killed_server_lose_nothing(cluster: Session, additive: tuple[Source, InMemory], tmp_path: Path) -> None:
     """The worker with a lease in hand, the server while workers are at work."""
     source, data = additive
-    options = Options(batch=BATCH, epochs=2, workers=2, servers=2, partitions=3, bound=None, reduce_dense="sum", reduce_sparse="sum")
+    tables = {"bag.weight": TableCut(0, (0, 1, 0))}
+    options = Options(batch=BATCH, epochs=2, workers=2, servers=2, tables=tables, dense=(0, 1), bound=None, **SUMS)
     runs: list[Run] = []
     servers: list[int] = []
 
@@ -117,7 +121,8 @@ def test_leases_count_by_their_share_of_a_step(cluster: Session, additive: tuple
 @pytest.mark.parametrize(("axis", "bound"), [(0, 0), (1, 1)])
 def test_bounds_and_axes_train_alike(cluster: Session, additive: tuple[Source, InMemory], tmp_path: Path, axis: int, bound: int) -> None:
     source, data = additive
-    options = Options(batch=BATCH, epochs=2, workers=3, servers=2, axis=axis, bound=bound, reduce_dense="sum", reduce_sparse="sum")
+    tables = {"bag.weight": TableCut(axis, (0, 1))}
+    options = Options(batch=BATCH, epochs=2, workers=3, servers=2, tables=tables, dense=(0, 1), bound=bound, **SUMS)
     outcome = train(source, data, Keeping(str(tmp_path / "run"), SGD), options, parameters=True)
     assert len(outcome.losses) == 20 and not outcome.lost_workers
     check(source, data, options, outcome)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -14,13 +14,15 @@ from torch import Tensor
 
 from soap.elastic import owners
 from soap.elastic.faults import ElasticError
-from soap.elastic.layout import DENSE, Layout, lay_out
+from soap.elastic.layout import DENSE, Layout, lay_out, lay_out_planned
 from soap.elastic.leases import Steps
 from soap.elastic.messages import Kind, Message, size_bytes
 from soap.elastic.owners import Owners, whole
+from soap.elastic.plan import TableCut
 from soap.elastic.server_actor import Keeping, Server
 from soap.elastic.transport import HEADER
 from soap.elastic.worker import InMemory, Source, Worker
+from soap.strategy.served import DENSE_SERVERS
 from tests.elastic.models import in_float64, trained_alone
 
 SECRET = b"k" * 32
@@ -55,7 +57,17 @@ def layout_of(servers: int, partitions: int, axis: int) -> Layout:
     shapes = {name: tuple(value.shape) for name, value in model.parameters.items()}
     tables = {name: shape for name, shape in shapes.items() if name in model.graph.sparse}
     dense = {name: shape for name, shape in shapes.items() if name not in tables}
-    return lay_out(tables, dense, servers, partitions=partitions, axis=axis)
+    return cut_along(axis, tables, dense, servers, partitions)
+
+
+def cut_along(
+    axis: int, tables: Mapping[str, tuple[int, ...]], dense: Mapping[str, tuple[int, ...]], servers: int, partitions: int
+) -> Layout:
+    """All tables in so many partitions along an axis, or as many as it has positions."""
+    cuts = {
+        name: TableCut(axis, tuple(part % servers for part in range(min(partitions, shape[axis])))) for name, shape in tables.items()
+    }
+    return lay_out_planned(tables, dense, servers, cuts, range(min(servers, DENSE_SERVERS)))
 
 
 @contextmanager
@@ -199,15 +211,15 @@ def test_what_an_owner_refuses_is_told_and_training_can_go_on(tmp_path: Path) ->
 
 
 def test_partitions_are_dealt_out_in_turn() -> None:
-    layout = lay_out({"a": (10, 4), "b": (2, 4)}, {"w": (3, 2), "s": ()}, 3, partitions=4)
-    assert [place.server for place in layout.tables["a"]] == [0, 1, 2, 0]
-    assert [place.server for place in layout.tables["b"]] == [1, 2]
-    assert [(place.server, place.partition.cell) for place in layout.dense] == [(0, (4,)), (1, (3,))]
-    assert [partition.name for partition in layout.of_server(0)] == ["a/0", "a/3", f"{DENSE}/0"]
+    layout = lay_out({"b": (2, 4), "a": (10, 4)}, {"w": (3, 2), "s": ()}, 3)
+    assert [place.server for place in layout.tables["b"]] == [0, 1]
+    assert [place.server for place in layout.tables["a"]] == [2, 0, 1]
+    assert [(place.server, place.partition.cell) for place in layout.dense] == [(2, (4,)), (0, (3,))]
+    assert [partition.name for partition in layout.of_server(0)] == ["b/0", "a/1", f"{DENSE}/1"]
     values = {"w": torch.arange(6.0).view(3, 2), "s": torch.tensor(9.0), "a": torch.rand(10, 4), "b": torch.rand(2, 4)}
     assert layout.joined(values).tolist() == [0, 1, 2, 3, 4, 5, 9]
     assert {name: value.tolist() for name, value in layout.apart(layout.joined(values)).items()} == {"w": values["w"].tolist(), "s": 9.0}
-    assert [tuple(value.shape) for value in layout.initial(1, values)] == [(3, 4), (1, 4), (3,)]
+    assert [tuple(value.shape) for value in layout.initial(0, values)] == [(1, 4), (3, 4), (3,)]
 
 
 def test_nothing_is_left_of_a_temporary_server(tmp_path: Path) -> None:
