@@ -189,11 +189,6 @@ class DurableShard:
         except OSError as cause:
             raise write_ahead.unwritable(self._log.path, message.lease, cause) from None
 
-    def state(self) -> ShardState:
-        """A copy of the state."""
-        with self.shard.lock:
-            return self.shard.state()
-
     def take(self) -> ShardState | None:
         """A copy of the state, from where on the log begins a new segment; None if no push came behind the last snapshot that is there."""
         with self.shard.lock:
@@ -286,20 +281,6 @@ class Store:
         """(version, a copy of the values). ``TooOld`` if the version is below ``least_version``; with ``steps`` these are counted."""
         return self._shard(partition).pull(least_version)
 
-    def push(self, partition: int, lease: int, gradient: Gradient) -> int:
-        """Count a lease's gradient, durably; a lease that has counted already changes nothing. Returns the version.
-
-        A lease pushes to every partition, if only an empty gradient: so the ledgers of leases stay small, and versions tell how many
-        leases are in all of them.
-        """
-        if isinstance(gradient, RowGradient):
-            return self._count(Message.of(Kind.PUSH_ROWS, partition, gradient, lease=lease))
-        return self._count(Message.of(Kind.PUSH, partition, [gradient], lease=lease))
-
-    def push_outputs(self, partition: int, lease: int, lookups: Lookups, grad_out: Tensor) -> int:
-        """The same of the gradient of the sums (samples, outputs) that these look-ups gave; that of the rows is computed here."""
-        return self._count(Message.of(Kind.PUSH_OUTPUTS, partition, (grad_out, *lookups.tensors()), lease=lease))
-
     def answer(self, message: Message) -> Message:
         """What a message asks for. Errors are answered, too, in one line."""
         act = _ANSWERS.get(message.kind)
@@ -311,15 +292,6 @@ class Store:
             return Message(Kind.TOO_OLD, message.partition, message.lease, old.version)
         except SoapError as error:
             return Message(Kind.ERROR, message.partition, message.lease, 0, (np.frombuffer(str(error).encode(), np.uint8),))
-
-    def state(self) -> tuple[ShardState, ...]:
-        """A copy of all partitions, each by itself at one version."""
-        return tuple(own.state() for own in self._shards)
-
-    def save(self) -> None:
-        """Take a snapshot of all partitions that have changed, and wait for it: a server that starts again has no log to read then."""
-        self._snapshotter.ask(*range(len(self._shards)))
-        self._snapshotter.settle()
 
     def close(self) -> None:
         """End the thread and close the files; what was pushed is in them already."""
@@ -339,6 +311,11 @@ class Store:
         return self._shards[partition]
 
     def _count(self, message: Message) -> int:
+        """Count a lease's gradient, durably; a lease that has counted already changes nothing. Returns the version.
+
+        A lease pushes to every partition, if only an empty gradient: so the ledgers of leases stay small, and versions tell how many
+        leases are in all of them.
+        """
         own = self._shard(message.partition)
         version = own.count(message, self._snapshotter.give_way)
         if self._every_pushes is not None and version - own.snapshot_version >= self._every_pushes:

@@ -13,7 +13,7 @@ import torch
 
 from soap.elastic.partitions import cut
 from soap.elastic.shard import check_optimizer
-from soap.elastic.store import Store
+from tests.elastic.stores import Store
 
 ROWS = 200_000
 """800 KB a partition: a snapshot takes longer than a push."""

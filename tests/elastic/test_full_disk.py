@@ -17,9 +17,9 @@ from soap.elastic import snapshots, write_ahead
 from soap.elastic.faults import ElasticError
 from soap.elastic.messages import Message
 from soap.elastic.partitions import cut
-from soap.elastic.store import Store
 from soap.errors import SoapWarning
 from soap.runtime.sync.row_update import RowGradient
+from tests.elastic.stores import Store
 
 ROWS = 2**16
 (CELL,) = cut("table", (ROWS, 1), 1)

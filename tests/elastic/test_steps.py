@@ -15,9 +15,9 @@ from soap.elastic.faults import ElasticError
 from soap.elastic.leases import Dealer, Finished, Lease, Steps
 from soap.elastic.partitions import cut
 from soap.elastic.shard import ShardState, TooOld
-from soap.elastic.store import Store
 from soap.runtime.sync.row_update import RowGradient
 from tests.elastic.drawn import drawn
+from tests.elastic.stores import Store
 from tests.elastic.test_arithmetic import OPTIMIZERS
 from tests.elastic.test_store import assert_same, killed
 

@@ -23,10 +23,10 @@ from soap.elastic.lookups import Lookups
 from soap.elastic.messages import Kind, Message
 from soap.elastic.partitions import Partition, cut, divide, route
 from soap.elastic.shard import Shard, ShardState, TooOld
-from soap.elastic.store import Store
 from soap.errors import SoapWarning
 from soap.runtime.sync.row_update import RowGradient
 from tests.elastic.drawn import batches, drawn
+from tests.elastic.stores import Store
 from tests.elastic.test_arithmetic import OPTIMIZERS
 from tests.extent import FEW
 
