@@ -14,6 +14,12 @@ from soap.emulation.placement import VirtualClock
 from soap.runtime.system.clock import Clock
 
 
+class _OwnClock(VirtualClock):
+    def not_before(self, free_ns: int) -> None:
+        """The device was not free before this time, on the clock ``time.perf_counter_ns``: it computed for another thread."""
+        self._free_ns = max(self._free_ns, free_ns)
+
+
 class SharedProcessor:
     """``share``: cores that the device has, at most 1. ``busy_ns``: how long it has computed for all threads."""
 
@@ -46,11 +52,11 @@ class SharedProcessor:
         finally:
             self.give()
 
-    def _clock(self) -> VirtualClock:
+    def _clock(self) -> _OwnClock:
         """The calling thread's: processor time is counted by thread."""
-        found: VirtualClock | None = getattr(self._clocks, "own", None)
+        found: _OwnClock | None = getattr(self._clocks, "own", None)
         if found is None:
-            found = self._clocks.own = VirtualClock(self.share)
+            found = self._clocks.own = _OwnClock(self.share)
         return found
 
 

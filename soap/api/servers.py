@@ -79,7 +79,7 @@ def find_servers(
     asked now and then; once it returns True, the best so far is the outcome. SoapError in one line if model or cluster cannot be used: a
     model without tables, one machine alone, tables for which no servers have room."""
     from soap.elastic.planned import strategy_of
-    from soap.elastic.searching import find
+    from soap.elastic.searching import Search
 
     bounds = parse(consistency)
     topology = with_memory_budget(topology_of(cluster), memory_budget)
@@ -97,16 +97,8 @@ def find_servers(
         def ended() -> bool:
             return count >= budget or time.monotonic() > deadline or stopped()
 
-        found = find(
-            graph,
-            simulator.topology,
-            simulator.costs,
-            None,
-            bounds,
-            optimizer_states=optimizer_states,
-            stopped=ended,
-            simulated=seen,
-        )
+        machines = graph, simulator.topology, simulator.costs
+        found = Search(*machines, None, bounds, optimizer_states=optimizer_states, stopped=ended, simulated=seen).find()
     strategy = strategy_of(found.plan, graph)
     try:
         designs = {} if stopped() else _designs(simulator, bounds)

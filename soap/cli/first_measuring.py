@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, takewhile
 from typing import Any
 
@@ -167,25 +167,25 @@ def measure_first(
     return _FirstMeasuring(model, reading, graph, topology, seconds, clock, options).run()
 
 
+@dataclass
 class _FirstMeasuring:
     """Measuring for some seconds. ``problems``: what could not be measured and why. The time that aiming takes is not measuring's."""
 
-    def __init__(
-        self,
-        model: str,
-        reading: Reading,
-        graph: OperatorGraph,
-        topology: Topology,
-        seconds: float,
-        clock: Callable[[], float],
-        options: SearchOptions | None,
-    ) -> None:
-        self.model, self.reading, self.graph, self.topology = model, reading, graph, topology
-        self.seconds, self.clock, self.options = seconds, clock, options
-        self.began, self.aiming_s = clock(), 0.0
-        self.problems: list[str] = []
-        self.probes = self.computations = 0
-        self.sure = False
+    model: str
+    reading: Reading
+    graph: OperatorGraph
+    topology: Topology
+    seconds: float
+    clock: Callable[[], float]
+    options: SearchOptions | None
+    problems: list[str] = field(default_factory=list)
+    probes: int = 0
+    computations: int = 0
+    aiming_s: float = 0.0
+    sure: bool = False
+
+    def __post_init__(self) -> None:
+        self.began = self.clock()
 
     def run(self) -> Measured:
         """Links, then computations, as long as there is time and the choice is not sure. No choice is sure by links of this machine that

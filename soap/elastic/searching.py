@@ -209,39 +209,11 @@ def never() -> bool:
     return False
 
 
-def find(
-    graph: OperatorGraph,
-    topology: Topology,
-    costs: CostModel,
-    batch: int | None,
-    consistency: Consistency,
-    *,
-    delays: Delays = NO_DELAYS,
-    optimizer_states: int = 1,
-    most_plans: int = MOST_PLANS,
-    stopped: Callable[[], bool] = never,
-    simulated: Callable[[float], None] = lambda rate: None,
-) -> Found:
-    """The plan with the most samples per second. ``batch``: of a lease; None: workers share the graph's samples. ``optimizer_states``:
-    tensors of a parameter's size that servers keep beside it. ``stopped``: asked before each plan but the first; once it returns True, the
-    best so far is what is found; KeyboardInterrupt if there is none. ``simulated``: told each plan's rate. ElasticError if there is no
-    plan: fewer than two machines, no table, or tables that fit on no servers."""
-    search = Search(graph, topology, costs, batch, consistency, delays, optimizer_states, stopped, simulated)
-    interrupted, all_of_them = False, search.count <= most_plans
-    try:
-        best = search.exhaustive() if all_of_them else search.descent()
-    except KeyboardInterrupt:
-        known = search.best_so_far()
-        if known is None:
-            raise
-        best, interrupted = known, True
-    report = search.steady(best, quickly=interrupted)
-    proven = all_of_them and not interrupted
-    return Found(search.space.plan(best), report, len(search.rates), search.count, interrupted, proven)
-
-
 class Search:
-    """What is known of the plans of one search. ``rates``: samples per second of those that were simulated."""
+    """A search for the plan with the most samples per second. ``batch``: of a lease; None: workers share the graph's samples.
+    ``optimizer_states``: tensors of a parameter's size that servers keep beside it. ``stopped``: asked before each plan but the first; once
+    it returns True, the best so far is what is found. ``simulated``: told each plan's rate. ``rates``: samples per second of the plans that
+    were simulated. ElasticError for fewer than two machines, or no table."""
 
     def __init__(
         self,
@@ -250,6 +222,7 @@ class Search:
         costs: CostModel,
         batch: int | None,
         consistency: Consistency,
+        *,
         delays: Delays = NO_DELAYS,
         optimizer_states: int = 1,
         stopped: Callable[[], bool] = never,
@@ -266,6 +239,20 @@ class Search:
         self._needs = lru_cache(maxsize=None)(self._found_needs)
         self._asked = lru_cache(maxsize=None)(self._found_asked)
         self._bound = lru_cache(maxsize=None)(self._found_bound)
+
+    def find(self, most_plans: int = MOST_PLANS) -> Found:
+        """The best of all plans, or, of more than so many, one that no single change makes better. ElasticError if tables fit on no
+        servers; KeyboardInterrupt if the search was stopped before there was a plan."""
+        interrupted, all_of_them = False, self.count <= most_plans
+        try:
+            best = self.exhaustive() if all_of_them else self.descent()
+        except KeyboardInterrupt:
+            known = self.best_so_far()
+            if known is None:
+                raise
+            best, interrupted = known, True
+        report = self.steady(best, quickly=interrupted)
+        return Found(self.space.plan(best), report, len(self.rates), self.count, interrupted, all_of_them and not interrupted)
 
     def exhaustive(self) -> Choice:
         """The best of all; of equal ones the first."""

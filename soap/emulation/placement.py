@@ -80,10 +80,6 @@ class VirtualClock(Clock):
         self._used_ns, self._free_ns = reference_work.thread_time_ns(), time.perf_counter_ns()
         self._queued_ns = self._queued()
 
-    def not_before(self, free_ns: int) -> None:
-        """The device was not free before this time, on the clock ``time.perf_counter_ns``: it computed for another thread."""
-        self._free_ns = max(self._free_ns, free_ns)
-
     def _queued(self) -> int:
         """For how long the thread could have run so far, but others had the cores; 0 if the kernel does not tell."""
         return 0 if self._statistics is None else int(os.pread(self._statistics, 100, 0).split()[1])

@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 MOST_GROUPS = 20
 
 
-def blocks(contents: Contents) -> Sequence[Block]:
-    """What the section shows."""
+def _blocks(contents: Contents) -> Sequence[Block]:
     found = contents.comparison
     assert found is not None
     text = (
@@ -60,4 +59,4 @@ def _worst(found: Comparison) -> Table:
 
 
 _LACKING = "nothing was measured (soap-run --report, soap-compare --report)"
-SECTION = Section("compared", "Predicted and measured", without("comparison", _LACKING), blocks)
+SECTION = Section("compared", "Predicted and measured", without("comparison", _LACKING), _blocks)

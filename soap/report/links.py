@@ -33,15 +33,13 @@ CURVED = 16
 Point = tuple[float, float]
 
 
-def lacks(contents: Contents) -> str:
-    """Why the section cannot be drawn."""
+def _lacks(contents: Contents) -> str:
     if contents.simulation is None:
         return "the iteration was not simulated here"
     return "" if contents.simulation.topology.links else "the cluster has no links"
 
 
-def blocks(contents: Contents) -> Sequence[Block]:
-    """What the section shows."""
+def _blocks(contents: Contents) -> Sequence[Block]:
     simulation = contents.simulation
     assert simulation is not None
     topology, carried = simulation.topology, simulation.link_bytes
@@ -209,4 +207,4 @@ def _table(simulation: Simulation | FoldedSimulation) -> Table:
     return Table(f"The busiest of {len(used)} links that carry something", head, rows[:MOST_LINKS])
 
 
-SECTION = Section("links", "Links", lacks, blocks)
+SECTION = Section("links", "Links", _lacks, _blocks)

@@ -26,8 +26,7 @@ MOST_DEVICES = 16
 """Devices that can be chosen: those whose curves differ, the fullest first."""
 
 
-def blocks(contents: Contents) -> Sequence[Block]:
-    """What the section shows."""
+def _blocks(contents: Contents) -> Sequence[Block]:
     simulation = contents.simulation
     assert simulation is not None
     options = []
@@ -132,4 +131,4 @@ def _peaks(simulation: Simulation | FoldedSimulation) -> Table:
     return Table(title, ("device", "peak", "limit", *kinds), rows)
 
 
-SECTION = Section("memory", "Memory", without("simulation", "the iteration was not simulated here"), blocks)
+SECTION = Section("memory", "Memory", without("simulation", "the iteration was not simulated here"), _blocks)

@@ -56,13 +56,11 @@ class Row:
     name: str
 
 
-def lacks(contents: Contents) -> str:
-    """Why the section cannot be drawn."""
+def _lacks(contents: Contents) -> str:
     return "" if contents.graph is not None and contents.strategy is not None else "no strategy for a model was given"
 
 
-def blocks(contents: Contents) -> Sequence[Block]:
-    """What the section shows."""
+def _blocks(contents: Contents) -> Sequence[Block]:
     graph, strategy = contents.graph, contents.strategy
     assert graph is not None and strategy is not None
     rows, left_out = rows_of(graph, strategy)
@@ -209,4 +207,4 @@ def _arcs(made: BokehFigure, edges: Sequence[tuple[int, int]], cell: float) -> N
     )  # fmt: skip
 
 
-SECTION = Section("operators", "Operators", lacks, blocks)
+SECTION = Section("operators", "Operators", _lacks, _blocks)

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 THIS = "this plan"
 
 
-def blocks(contents: Contents) -> Sequence[Block]:
-    """What the section shows."""
+def _blocks(contents: Contents) -> Sequence[Block]:
     summary = contents.summary
     assert summary is not None
     verdict = Text(_verdict(summary) + _measured(contents), leading=True)
@@ -169,4 +168,4 @@ def _binding(path: Mapping[str, int]) -> BokehFigure:
     return made
 
 
-SECTION = Section("overview", "Overview", without("summary", "no plan was simulated"), blocks)
+SECTION = Section("overview", "Overview", without("summary", "no plan was simulated"), _blocks)

@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 MOST_COLUMNS = 40
 
 
-def blocks(contents: Contents) -> Sequence[Block]:
-    """What the section shows."""
+def _blocks(contents: Contents) -> Sequence[Block]:
     found = contents.preprocessing
     assert found is not None
     before = f"{found['kept']} of {found['tasks']} tasks were done before"
@@ -64,4 +63,4 @@ def _dictionaries(columns: Sequence[tuple[str, int]]) -> BokehFigure:
     return made
 
 
-SECTION = Section("preprocessed", "Preprocessing", without("preprocessing", "nothing was preprocessed (soap-preprocess --report)"), blocks)
+SECTION = Section("preprocessed", "Preprocessing", without("preprocessing", "nothing was preprocessed (soap-preprocess --report)"), _blocks)

@@ -39,8 +39,7 @@ FARTHEST = 1.2
 """A start that costs this many times what data parallelism and all accepted proposals do has no line: it would leave these no room."""
 
 
-def blocks(contents: Contents) -> Sequence[Block]:
-    """What the section shows."""
+def _blocks(contents: Contents) -> Sequence[Block]:
     result = contents.result
     assert result is not None
     ended = ", ended by the user" if result.interrupted else ""
@@ -135,4 +134,4 @@ def _acceptance(result: SearchResult) -> BokehFigure:
     return made
 
 
-SECTION = Section("search", "Search", without("result", "the plan was not searched for here (soap-search --report)"), blocks)
+SECTION = Section("search", "Search", without("result", "the plan was not searched for here (soap-search --report)"), _blocks)

@@ -37,14 +37,12 @@ class Bar(NamedTuple):
     tasks: int = 1
 
 
-def lacks(contents: Contents) -> str:
-    """Why the section cannot be drawn."""
+def _lacks(contents: Contents) -> str:
     known = contents.simulation or contents.predicted or contents.measured
     return "" if known is not None else "there is no timeline of this plan"
 
 
-def blocks(contents: Contents) -> Sequence[Block]:
-    """What the section shows."""
+def _blocks(contents: Contents) -> Sequence[Block]:
     found: list[Block] = [
         Text("Drag over a span of time to see it larger, turn the wheel with the control key, or go back with ↺. The legend hides kinds.")
     ]
@@ -213,4 +211,4 @@ def _about(tasks: int, bars: int, width_ns: int, left_out: int) -> str:
     return f"{found}."
 
 
-SECTION = Section("timeline", "Timeline", lacks, blocks)
+SECTION = Section("timeline", "Timeline", _lacks, _blocks)

@@ -14,8 +14,7 @@ if TYPE_CHECKING:
 CURVE_POINTS = 60
 
 
-def blocks(contents: Contents) -> Sequence[Block]:
-    """What the section shows."""
+def _blocks(contents: Contents) -> Sequence[Block]:
     tuning = contents.tuning
     assert tuning is not None
     found: list[Block] = []
@@ -54,4 +53,4 @@ def _runs(own: Mapping[str, Any]) -> BokehFigure:
     return made
 
 
-SECTION = Section("tuned", "Partitions", without("tuning", "nothing was tuned (soap-tune --report)"), blocks)
+SECTION = Section("tuned", "Partitions", without("tuning", "nothing was tuned (soap-tune --report)"), _blocks)

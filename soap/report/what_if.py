@@ -9,14 +9,12 @@ from soap.report.section import Block, Contents, Section, Table, Text
 from soap.units import format_bytes
 
 
-def lacks(contents: Contents) -> str:
-    """Why the section cannot be drawn."""
+def _lacks(contents: Contents) -> str:
     known = contents.alternatives or contents.elsewhere or contents.not_elsewhere
     return "" if known else "no other plans or clusters were tried"
 
 
-def blocks(contents: Contents) -> Sequence[Block]:
-    """What the section shows."""
+def _blocks(contents: Contents) -> Sequence[Block]:
     found: list[Block] = []
     own_ns = contents.summary["predicted_ns"] if contents.summary is not None else None
     if contents.alternatives:
@@ -48,4 +46,4 @@ def blocks(contents: Contents) -> Sequence[Block]:
     return found
 
 
-SECTION = Section("what-if", "What if", lacks, blocks)
+SECTION = Section("what-if", "What if", _lacks, _blocks)

@@ -8,7 +8,7 @@ import pytest
 
 from soap.cluster.topology import Topology
 from soap.elastic.faults import ElasticError
-from soap.elastic.searching import PlanSpace, Search, find, kinds
+from soap.elastic.searching import PlanSpace, Search, kinds
 from soap.elastic.simulation.unroll import Delays
 from soap.model.graph import OperatorGraph
 from soap.profiles.roofline import RooflineCosts
@@ -40,7 +40,7 @@ def test_found_plan_is_the_best_of_all(graph: OperatorGraph, name: str, word: st
     search = Search(graph, topology, RooflineCosts(topology), 8, parse(word))
     best = max(search.rate(choice) for choice in search.space.choices())
     assert search.count >= len(search.rates) == len({*search.space.choices()})
-    found = find(graph, topology, RooflineCosts(topology), 8, parse(word))
+    found = Search(graph, topology, RooflineCosts(topology), 8, parse(word)).find()
     assert search.rates[next(choice for choice in search.space.choices() if search.space.plan(choice) == found.plan)] == best
     assert found.possible == search.count >= found.simulated
     assert found.report.samples_per_second == pytest.approx(best, rel=0.02)
@@ -48,7 +48,7 @@ def test_found_plan_is_the_best_of_all(graph: OperatorGraph, name: str, word: st
 
 
 def test_bound_leaves_plans_out(graph: OperatorGraph) -> None:
-    found = find(graph, CLUSTERS["narrow"], RooflineCosts(CLUSTERS["narrow"]), 8, parse("async"))
+    found = Search(graph, CLUSTERS["narrow"], RooflineCosts(CLUSTERS["narrow"]), 8, parse("async")).find()
     assert found.simulated < found.possible
 
 
@@ -66,8 +66,8 @@ def test_descent_ends_where_no_change_is_better(graph: OperatorGraph) -> None:
 
 def test_delays_count(graph: OperatorGraph) -> None:
     topology, costs = star(2), RooflineCosts(star(2))
-    even = find(graph, topology, costs, 8, parse("sync"))
-    uneven = find(graph, topology, costs, 8, parse("sync"), delays=Delays(1.0), most_plans=0)
+    even = Search(graph, topology, costs, 8, parse("sync")).find()
+    uneven = Search(graph, topology, costs, 8, parse("sync"), delays=Delays(1.0)).find(most_plans=0)
     assert uneven.report.samples_per_second < even.report.samples_per_second
 
 
@@ -78,12 +78,12 @@ def test_servers_that_hold_the_tables(graph: OperatorGraph) -> None:
     def limited(share: float) -> Topology:
         return replace(star(3), limits=(int(share * whole),) * 3)
 
-    found = find(graph, limited(0.7), RooflineCosts(star(3)), 8, parse("async"))
+    found = Search(graph, limited(0.7), RooflineCosts(star(3)), 8, parse("async")).find()
     assert len(found.plan.servers) > 1
     with pytest.raises(ElasticError, match=r"have 3200 bytes; no servers among 3 machines hold them: add machines, or memory"):
-        find(graph, limited(0.1), RooflineCosts(star(3)), 8, parse("async"))
+        Search(graph, limited(0.1), RooflineCosts(star(3)), 8, parse("async")).find()
     with pytest.raises(ElasticError, match="2 tables and 1 machines"):
-        find(graph, star(1), RooflineCosts(star(1)), 8, parse("async"))
+        Search(graph, star(1), RooflineCosts(star(1)), 8, parse("async")).find()
 
 
 def test_workers_share_the_samples_of_the_model(graph: OperatorGraph) -> None:
@@ -101,7 +101,7 @@ def test_many_tables_are_searched_without_counting_all_plans() -> None:
     g = GraphBuilder("many")
     found = [g.embedding(g.input(f"ids{i}", 12, 1, dtype="int64"), 6, 4, name=f"table{i}") for i in range(30)]
     graph, topology = g.build(g.mean(g.linear(g.elementwise(*found, name="sum"), 3, name="top"), name="loss")), star(4, 1e7)
-    best = find(graph, topology, RooflineCosts(topology), None, parse("async"))
+    best = Search(graph, topology, RooflineCosts(topology), None, parse("async")).find()
     assert best.possible > 2**30 and not best.proven and best.simulated < 20
 
 

@@ -125,7 +125,8 @@ def cross_entropy(view: View) -> Tiled:
 def _reduced(local: Local, shape: Sequence[int]) -> torch.Tensor:
     """The loss, or its sum, or that by the number of elements of a shape, as the call asks."""
     reduction = local.get("reduction", MEAN)
-    found: torch.Tensor = local.plain(**({"reduction": SUM} if reduction else {}))
+    more: dict[str, Any] = {"reduction": SUM} if reduction else {}
+    found: torch.Tensor = local.plain(**more)
     return found / prod(shape) if reduction == MEAN else found
 
 
