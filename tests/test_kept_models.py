@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from soap.tracing.calls import TileContext
 from soap.tracing.load import Options, ZooSource, load_model
-from soap.tracing.model import TileContext
 from tests.extent import every
 from tests.kept_models import ModelFiles, keep_zoo_models, made_once
 

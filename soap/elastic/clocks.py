@@ -41,7 +41,8 @@ class Clocks:
     ``finished``: minibatches that each of ``workers`` has finished before; servers have the whole waves of these.
 
     ``missing``: for each minibatch that was started, how many earlier ones of the slowest other worker were not there in whole waves, and
-    so perhaps not in the values that it reads: number -> how often. It is at most ``most_missing``.
+    so perhaps not in the values that it reads: number -> how often. With bound D: at most D + 1 waves, and those
+    in flight: (D + 2) * wave - 2.
     """
 
     def __init__(self, workers: Iterable[Hashable] = (), bound: int | None = SYNC, wave: int = 1, *, finished: int = 0) -> None:
@@ -53,11 +54,6 @@ class Clocks:
         self.missing: Counter[int] = Counter()
         for worker in workers:
             self._active[worker] = _Progress(finished, finished, finished // wave)
-
-    @property
-    def most_missing(self) -> int | None:
-        """What ``missing`` may not exceed: (D + 1) waves, and those in flight; None without a bound."""
-        return None if self.bound is None else (self.bound + 2) * self.wave - 2
 
     @property
     def slowest(self) -> int:

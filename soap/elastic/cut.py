@@ -18,9 +18,8 @@ import torch
 
 from soap.elastic.faults import ElasticError
 from soap.elastic.lookups import Lookups, means
-from soap.tracing.calls import BufferRef, Call, Program, Ref, argument, is_random, needed, results_of, walk
+from soap.tracing.calls import BufferRef, Call, Program, Ref, TileContext, argument, is_random, needed, results_of, walk
 from soap.tracing.execute import TracedModel
-from soap.tracing.model import TileContext
 from soap.tracing.rules.embedding import MEAN, MODES, SUM
 
 EMBEDDING, BAG, EQUAL_BAGS = "embedding", "embedding_bag", "equal_bags"

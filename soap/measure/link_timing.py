@@ -50,7 +50,7 @@ from soap.runtime.comm.world import close_world, open_world
 from soap.runtime.system import clock
 from soap.runtime.trainer import Trainer
 from soap.strategy.config import OpConfig, Strategy
-from soap.tracing.model import TileContext
+from soap.tracing.calls import TileContext
 
 
 class _Block(NamedTuple):

@@ -17,7 +17,7 @@ import resource
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,9 +27,8 @@ from typing import NamedTuple
 
 from soap.cluster.emulated import FAMILY as EMULATED
 from soap.cluster.emulated import emulated_topology, parse_emulated
-from soap.cluster.islands import with_islands, with_types
 from soap.cluster.presets import family, local_topology
-from soap.cluster.topology import MEASURED, QUICKLY_MEASURED, DeviceType, Topology
+from soap.cluster.topology import MEASURED, QUICKLY_MEASURED, DeviceType, Link, Topology
 from soap.emulation.reference_work import VERSION, measured_reference_ns
 from soap.errors import ProfileError, SoapError, SoapWarning
 from soap.files import cache_folder, read_text, write_text_atomically
@@ -219,12 +218,12 @@ def _measured_gpus(count: int, found: Gpus, cache: bool) -> Topology:
         for kind, measured in types.items():
             if names[measured.name] > 1:  # sold with more and with less memory
                 types[kind] = replace(measured, name=f"{measured.name} {format_bytes(kind[1])}")
-        host = with_types(host, [types[kind] for kind in found.kinds])
+        host = _with_types(host, [types[kind] for kind in found.kinds])
     if found.are_joined_alike:
         return host
     between = {**key, "between": "islands"}
     way = _measured(between, lambda: first.device, partial(_measure_gpu_link, *found.strangers), cache).link
-    return host if way is None else with_islands(host, found.islands, way.bandwidth_bytes_per_second, way.latency_seconds)
+    return host if way is None else _with_islands(host, found.islands, way.bandwidth_bytes_per_second, way.latency_seconds)
 
 
 def _measured(
@@ -401,6 +400,36 @@ def _device_type(kind: str, name: str, size_bytes: int, rates: Rates, cores: flo
 
 def _rounded(value: float) -> float:
     return float(f"{value:.{SIGNIFICANT_DIGITS}g}")
+
+
+def _with_types(host: Topology, types: Sequence[DeviceType]) -> Topology:
+    """The cluster with these device types, one for each device."""
+    return replace(host, devices=tuple(replace(device, type=own) for device, own in zip(host.devices, types, strict=True)))
+
+
+def _with_islands(
+    host: Topology, islands: Sequence[Sequence[int]], bandwidth_bytes_per_second: float, latency_seconds: float
+) -> Topology:
+    """The cluster, whose devices are joined by one switch, with a switch for each island of several devices.
+
+    Its links have the figures inside islands. Bandwidth and latency are those of a message between islands, whose devices share the way to
+    the host's switch, as behind a PCIe switch or a processor.
+    """
+    inside, hub = host.links[0], host.links[0].target
+    links: list[Link] = []
+
+    def connect(a: str, b: str, bandwidth: float, seconds: float) -> None:
+        for source, target in ((a, b), (b, a)):
+            links.append(Link(len(links), f"{source}->{target}", source, target, bandwidth, seconds))
+
+    for number, island in enumerate(islands):
+        own, half = hub, latency_seconds / 2
+        if len(island) > 1:
+            own, half = f"{hub}{number}", max(0.0, latency_seconds / 2 - inside.latency_seconds)
+        for device in island if own != hub else ():
+            connect(host.devices[device].name, own, inside.bandwidth_bytes_per_second, inside.latency_seconds)
+        connect(own if own != hub else host.devices[island[0]].name, hub, bandwidth_bytes_per_second, half)
+    return replace(host, links=tuple(links))
 
 
 FILE = "core-speed.json"

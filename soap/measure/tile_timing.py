@@ -27,8 +27,8 @@ from soap.model.graph import TensorKind
 from soap.model.regions import Box, relative, volume, whole
 from soap.plan.row_counts import parameters_held
 from soap.plan.tiling import Tile, whole_tile
+from soap.tracing.calls import TileContext
 from soap.tracing.execute import TracedModel
-from soap.tracing.model import TileContext
 
 Operands = tuple[list[torch.Tensor], list[torch.Tensor]]
 """Inputs and parameters of a tile."""

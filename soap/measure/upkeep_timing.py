@@ -21,8 +21,8 @@ from soap.runtime.trainer import Trainer
 from soap.runtime.updates.optimizers import OPTIMIZERS, adam
 from soap.strategy.compression import Compression
 from soap.strategy.config import OpConfig, Strategy
+from soap.tracing.calls import TileContext
 from soap.tracing.execute import PlainModel, TracedModel
-from soap.tracing.model import TileContext
 
 TOGETHER_BYTES = {"cpu": 8 * 2**20, "cuda": 256 * 2**20}
 MOST_TENSORS = {"cpu": 16, "cuda": 128}

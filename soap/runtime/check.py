@@ -30,8 +30,8 @@ from soap.runtime.trainer import Trainer
 from soap.runtime.updates.optimizers import Optimizers
 from soap.runtime.updates.parts import trainable_shapes
 from soap.runtime.updates.schedules import Schedule
+from soap.tracing.calls import TileContext
 from soap.tracing.execute import TracedModel
-from soap.tracing.model import TileContext
 
 ByShard = Mapping[int, torch.Tensor]
 

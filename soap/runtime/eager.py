@@ -30,11 +30,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from soap.errors import ModelError, SoapError, SoapWarning, asked, first_line
 from soap.runtime.check import TOLERANCES, Difference, difference, largest
-from soap.tracing.calls import is_random
+from soap.tracing.calls import TileContext, is_random
 from soap.tracing.example import Example
 from soap.tracing.execute import TracedModel
 from soap.tracing.export import Judge
-from soap.tracing.model import TileContext
 from soap.tracing.naming import canonical_names
 from soap.tracing.python_state import MODES, Memory, has_values, same_bits, same_generators, untouched
 from soap.tracing.record import ExportRecord

@@ -54,8 +54,8 @@ from soap.runtime.updates.schedules import Schedule
 from soap.runtime.updates.trial import Tried, try_optimizer
 from soap.simulator.memory.peaks import memory_use
 from soap.strategy.config import Strategy
+from soap.tracing.calls import TileContext
 from soap.tracing.execute import TracedModel
-from soap.tracing.model import TileContext
 
 if TYPE_CHECKING:
     from soap.runtime.checkpoint.checkpoint import Training

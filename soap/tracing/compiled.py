@@ -27,8 +27,7 @@ from soap.errors import ModelError
 from soap.model.regions import Box, contains, lengths, relative, volume, whole
 from soap.plan.tiling import Tile
 from soap.tracing.autocast import Autocast
-from soap.tracing.calls import Call, Ref, Value, argument, is_random, substitute, with_argument
-from soap.tracing.model import TileContext
+from soap.tracing.calls import Call, Ref, TileContext, Value, argument, is_random, substitute, with_argument
 from soap.tracing.rules.linear import added_to_bias, first_bias
 from soap.tracing.rules.notation import Local, Maps, Tiled
 from soap.tracing.rules.random import seeded

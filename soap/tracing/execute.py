@@ -18,10 +18,9 @@ from soap.model.dtypes import name_of, part_of, replaced
 from soap.model.graph import OperatorGraph
 from soap.model.regions import Box, Interval, lengths, relative, volume, whole
 from soap.plan.tiling import Tile
-from soap.tracing.calls import BufferRef, Call, Program, Ref, argument, is_random, named_types, on_whole, substitute, walk
+from soap.tracing.calls import BufferRef, Call, Program, Ref, TileContext, argument, is_random, named_types, on_whole, substitute, walk
 from soap.tracing.compiled import CompiledTile, OperatorProgram
 from soap.tracing.labels import read_apart
-from soap.tracing.model import TileContext
 from soap.tracing.record import ExportRecord
 from soap.tracing.rules import tiled
 from soap.tracing.rules.norm import batch_norm_apply, batch_norm_local, move_running_statistics, moves_statistics

@@ -22,9 +22,8 @@ from soap.model.regions import lengths, relative, whole
 from soap.plan.tiling import Tile, iteration_points, spatial_factors, tiles_of, windows
 from soap.simulator.memory.footprint import Use, costly_cuts, tile_bytes
 from soap.strategy.config import OpConfig
-from soap.tracing.calls import BufferRef, Ref, substitute
+from soap.tracing.calls import BufferRef, Ref, TileContext, substitute
 from soap.tracing.execute import TracedModel, given
-from soap.tracing.model import TileContext
 from soap.tracing.part_footprints import PartFootprints, Parts
 from soap.tracing.products import is_product
 from soap.tracing.trial_device import as_on_gpus

@@ -11,9 +11,9 @@ from soap.cli.batches import ConvertedBatches, DrawnBatches, JoinedBatches, part
 from soap.errors import SoapError
 from soap.plan.samples import Samples
 from soap.runtime.inputs import PartBatch
+from soap.tracing.calls import TileContext
 from soap.tracing.export import export_model
 from soap.tracing.load import load_model
-from soap.tracing.model import TileContext
 
 EXAMPLES = [torch.tensor([[0.5, 1.5], [2.5, 3.5]]), torch.tensor([3, 7]), torch.zeros(0, 4), torch.tensor(2.0)]
 

@@ -49,3 +49,8 @@ def matrix(lookups: Lookups, rows: int) -> Tensor:
 
 def drawn(shape: Sequence[int], seed: int, **options: Any) -> Tensor:
     return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed), **{"dtype": torch.float64, **options})
+
+
+def most_missing(bound: int | None, wave: int = 1) -> int | None:
+    """What ``Clocks.missing`` may not exceed: (D + 1) waves, and those in flight; None without a bound."""
+    return None if bound is None else (bound + 2) * wave - 2

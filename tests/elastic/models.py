@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import soap
+from soap.tracing.calls import TileContext
 from soap.tracing.execute import TracedModel
 from soap.tracing.load import load_model
-from soap.tracing.model import TileContext
 
 
 class Ragged(nn.Module):

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from benchmarks.bipartite import needs_of_batch
 from benchmarks.sparse_designs import PublishedTraffic
 from soap.cluster.topology import Host
-from soap.elastic.clocks import Clocks
 from soap.elastic.cut import Cut
 from soap.elastic.faults import ElasticError
 from soap.elastic.plan import ElasticPlan
@@ -36,6 +35,7 @@ from soap.simulator.task_list import TaskList
 from soap.simulator.tasks import TaskKind
 from soap.strategy.consistency import parse
 from soap.tracing.load import load_model
+from tests.elastic.drawn import most_missing
 from tests.elastic.stars import Fixed, star
 from tests.elastic.test_owners import SECRET, SOURCE, layout_of, samples, serving
 from tests.extent import FEW
@@ -200,7 +200,7 @@ def test_looser_bounds_are_no_slower_and_staleness_keeps_to_them(graph: Operator
     assert [a.samples_per_second < b.samples_per_second for a, b in pairwise(found)] == [True] * 3
     assert [sum(a.waiting_ns) > sum(b.waiting_ns) for a, b in pairwise(found)] == [True] * 3
     for word, own in zip(words[:3], found, strict=False):
-        most = Clocks(bound=parse(word).bound).most_missing
+        most = most_missing(parse(word).bound)
         assert most is not None and max(own.staleness) == most
     again = steady(one_server(graph, 3), graph, Fixed(front=20_000), delays=delays, most_leases=64)
     assert again == found[-1]
@@ -256,7 +256,7 @@ def test_leases_begin_as_soon_as_clocks_let_them(graph: OperatorGraph, wave: int
     """``Clocks`` are told of all that happens, and refuse what may not begin; what their bound allows is reached."""
     design = replace(design_of(one_server(graph, 3, f"bounded:{bound}"), graph), in_flight=wave)
     found = steady(design, graph, Fixed(front=20_000), delays=Delays(1.0), most_leases=64)
-    assert max(found.staleness) == Clocks(bound=bound, wave=wave).most_missing
+    assert max(found.staleness) == most_missing(bound, wave)
     assert [required(design, lease) for lease in (0, (bound + 1) * wave - 1, (bound + 2) * wave - 1)] == [
         range(0), range(0), range(wave)
     ]  # fmt: skip

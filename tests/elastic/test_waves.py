@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from soap.elastic.clocks import Clocks, waves_needed
 from soap.elastic.faults import ElasticError
 from soap.elastic.waves import GlobalWeights, Push, WorkerWeights
+from tests.elastic.drawn import most_missing
 from tests.extent import MANY
 
 
@@ -91,7 +92,7 @@ class _Training:
             assert has >= {(other, q) for q in range(min(count, (last + 1) * self.wave))}
             missing = {q for q in range(min(count, p - 1)) if (other, q) not in has}
             s_local = self.wave - 1
-            assert len(missing) <= (self.bound + 1) * (s_local + 1) + s_local - 1 == self.clocks.most_missing
+            assert len(missing) <= (self.bound + 1) * (s_local + 1) + s_local - 1 == most_missing(self.clocks.bound, self.clocks.wave)
 
     def finish(self, own: _Worker) -> None:
         push = own.weights.finished(Bag(frozenset({(own.number, own.finished)})))
@@ -141,7 +142,7 @@ def test_the_bound_is_attained_at_the_end_of_a_wave(bound: int, wave: int, most:
         training.finish(quick)
         while quick.flying:
             training.arrive(quick)
-    assert max(training.clocks.missing) == most == training.clocks.most_missing
+    assert max(training.clocks.missing) == most == most_missing(training.clocks.bound, training.clocks.wave)
     assert quick.started % wave == (wave - 1) % wave
     assert not quick.weights.version
 

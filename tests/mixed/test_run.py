@@ -23,8 +23,8 @@ from soap.mixed.run.stage_program import Updates
 from soap.mixed.run.training import Job, Outcome, WaveServer, train
 from soap.profiles.roofline import RooflineCosts
 from soap.runtime.comm.launch import launch
+from soap.tracing.calls import TileContext
 from soap.tracing.load import load_model
-from soap.tracing.model import TileContext
 from tests.mixed.test_partitioning import mixed
 from tests.mixed.wsp import Emulation
 

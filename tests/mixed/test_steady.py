@@ -11,13 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from soap.cluster.topology import Topology
-from soap.elastic.clocks import Clocks, waves_needed
+from soap.elastic.clocks import waves_needed
 from soap.elastic.faults import ElasticError
 from soap.elastic.simulation.steady import Period
 from soap.elastic.simulation.unroll import NO_DELAYS, Delays
 from soap.mixed.allocations import Allocation
 from soap.mixed.partitioning import Placement, Stage, WorkerPlan, placed
 from soap.mixed.steady import MixedSteady, Training, simulate
+from tests.elastic.drawn import most_missing
 from tests.elastic.stars import star
 from tests.extent import USUAL
 from tests.strategies import GPU
@@ -95,7 +96,7 @@ def test_a_bound_makes_the_quick_one_as_slow_as_the_slow_one(bound: int) -> None
     found = steady(topology, plans, bound)
     assert found.samples_per_second == pytest.approx(2 * BATCH * 1e9 / (3 * (FORWARD + BACKWARD)), rel=1e-2)
     assert found.waiting_ns[0] > 100_000 > 5_000 > found.waiting_ns[1], "at D = 0 the slow one waits until its own push has counted"
-    assert max(found.staleness) == Clocks(bound=bound, wave=4).most_missing
+    assert max(found.staleness) == most_missing(bound, 4)
     free = steady(topology, plans, None)
     assert free.samples_per_second == pytest.approx(BATCH * 1e9 * (1 + 1 / 3) / (FORWARD + BACKWARD), rel=1e-2)
 
@@ -158,7 +159,7 @@ def test_starts_keep_to_the_bound_and_all_waves_are_pushed(workers: int, stages:
             assert start.minibatch < wave or start.dealt_ns >= start.able_ns == ended[done[start.minibatch - wave]]
             for other in trace.done:  # these waves are finished
                 assert start.version == 0 or ended[other[min(start.version * wave, count) - 1]] <= start.dealt_ns
-    assert max(trace.missing) <= (Clocks(bound=bound, wave=wave).most_missing or 0)
+    assert max(trace.missing) <= (most_missing(bound, wave) or 0)
 
 
 def test_workers_that_differ_in_flight_are_refused() -> None:

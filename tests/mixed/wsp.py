@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from soap.mixed.run.stage import Start
+from soap.tracing.calls import TileContext
 from soap.tracing.execute import TracedModel
-from soap.tracing.model import TileContext
 
 Values = dict[str, Tensor]
 

@@ -14,7 +14,7 @@ from soap.runtime.comm.redistribute import Traffic
 from soap.runtime.inputs import PartBatch
 from soap.runtime.trace import Event
 from soap.runtime.trainer import Trainer
-from soap.tracing.model import TileContext
+from soap.tracing.calls import TileContext
 from tests.runtime.handmade import HandModel
 
 

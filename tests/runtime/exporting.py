@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from soap.tracing.model import TileContext
+from soap.tracing.calls import TileContext
 from tests.runtime.traced import traced
 from tests.transformers_models import ARCHITECTURES
 

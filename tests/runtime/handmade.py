@@ -13,8 +13,8 @@ from soap.model.graph import Operator, OperatorGraph, TensorKind
 from soap.model.regions import relative
 from soap.plan.tiling import Tile, tiles_of
 from soap.strategy.config import OpConfig
+from soap.tracing.calls import TileContext
 from soap.tracing.execute import PlainModel
-from soap.tracing.model import TileContext
 
 Tensors = Sequence[torch.Tensor]
 

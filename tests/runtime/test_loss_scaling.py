@@ -20,7 +20,7 @@ from soap.runtime.check import check
 from soap.runtime.trainer import Trainer
 from soap.runtime.updates.loss_scaling import LossScaler, LossScaling
 from soap.strategy.sync import SHARDED_STATE
-from soap.tracing.model import TileContext
+from soap.tracing.calls import TileContext
 from tests.graph_builder import mlp
 from tests.runtime.handmade import HandModel
 from tests.runtime.plans import CPU, cluster, plan_of, split

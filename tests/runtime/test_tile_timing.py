@@ -16,8 +16,8 @@ from soap.measure.tile_timing import TOGETHER, TileTimer, TileTimes
 from soap.model.graph import TensorKind
 from soap.plan.tiling import Tile, tiles_of, whole_tile
 from soap.strategy.config import OpConfig
+from soap.tracing.calls import TileContext
 from soap.tracing.execute import TracedModel
-from soap.tracing.model import TileContext
 from tests.extent import often
 from tests.runtime.traced import traced
 

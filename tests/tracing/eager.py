@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from soap.tracing.calls import TileContext
 from soap.tracing.execute import TracedModel
-from soap.tracing.model import TileContext
 from tests.tracing.programs import imported
 
 ROUNDING = {torch.float64: 1e-11, torch.float32: 1e-4, torch.bfloat16: 3e-2}

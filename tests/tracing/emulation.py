@@ -16,8 +16,8 @@ from soap.model.graph import Operator, OperatorGraph, TensorKind
 from soap.model.regions import relative, whole
 from soap.plan.tiling import tiles_of
 from soap.strategy.config import OpConfig
+from soap.tracing.calls import TileContext
 from soap.tracing.execute import TracedModel
-from soap.tracing.model import TileContext
 
 
 def random_degrees(op: Operator, rng: random.Random, most: int = 3) -> OpConfig:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from soap.api import export
 from soap.errors import ModelError
 from soap.model.graph import OperatorGraph
+from soap.tracing.calls import TileContext
 from soap.tracing.load import load_model
-from soap.tracing.model import TileContext
 
 LOW = "bfloat16"
 

@@ -20,11 +20,10 @@ from soap.model.graph import FactorKind
 from soap.strategy.classical import data_parallel
 from soap.strategy.config import OpConfig
 from soap.tracing.autocast import Autocast, Caster
-from soap.tracing.calls import Call
+from soap.tracing.calls import Call, TileContext
 from soap.tracing.export import export_model
 from soap.tracing.importer import import_program
 from soap.tracing.load import load_model
-from soap.tracing.model import TileContext
 from soap.tracing.rules.notation import Local
 from tests.processor import lacks_lstm_under_autocast, needs_lstm_under_autocast
 from tests.tracing.emulation import graded

@@ -21,10 +21,10 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 from soap.errors import ModelError, SoapWarning
 from soap.model.graph import KEEP_STATE, NEXT_STATE, TensorKind
+from soap.tracing.calls import TileContext
 from soap.tracing.execute import TracedModel
 from soap.tracing.importer import import_program
 from soap.tracing.load import load_model
-from soap.tracing.model import TileContext
 from tests.extent import every
 from tests.runtime.state_modules import EXAMPLES, batches_of, module_of
 from tests.tracing.programs import Lambda, export, imported

@@ -14,10 +14,10 @@ from torch import nn
 from soap.errors import ModelError
 from soap.model.dtypes import is_differentiable, part_of, replaced
 from soap.strategy.config import OpConfig
+from soap.tracing.calls import TileContext
 from soap.tracing.execute import TracedModel
 from soap.tracing.importer import import_program
 from soap.tracing.load import load_model
-from soap.tracing.model import TileContext
 from tests.complex_modules import EXAMPLES, FILES, batches, module_of
 from tests.extent import every, often, so_many
 from tests.tracing.emulation import compare, draw_configs, graded, kept_bytes

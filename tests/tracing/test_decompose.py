@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from soap.errors import SoapWarning
+from soap.tracing.calls import TileContext
 from soap.tracing.execute import TracedModel
-from soap.tracing.model import TileContext
 from soap.tracing.rules import registry
 from tests.tracing.emulation import compare, draw_configs
 from tests.tracing.programs import Lambda, imported

@@ -11,9 +11,9 @@ from torch import nn
 from soap import zoo
 from soap.plan.tiling import tiles_of
 from soap.strategy.config import OpConfig
+from soap.tracing.calls import TileContext
 from soap.tracing.importer import import_program
 from soap.tracing.load import load_model
-from soap.tracing.model import TileContext
 from tests.extent import often
 from tests.tracing.emulation import compare, draw_configs, emulated_loss, kept_bytes
 from tests.tracing.programs import Lambda, export, imported

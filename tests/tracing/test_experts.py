@@ -20,11 +20,11 @@ from soap.errors import ModelError, SoapWarning
 from soap.model.graph import FactorKind
 from soap.strategy.classical import data_parallel
 from soap.strategy.config import OpConfig
+from soap.tracing.calls import TileContext
 from soap.tracing.execute import TracedModel
 from soap.tracing.export import export_model
 from soap.tracing.importer import import_program
 from soap.tracing.load import load_model
-from soap.tracing.model import TileContext
 from soap.tracing.rules.experts import expert_mm, grouped_mm, rows_of_experts
 from tests.tracing.emulation import compare, draw_configs
 from tests.tracing.programs import export, imported

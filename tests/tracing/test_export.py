@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from soap.errors import ModelError, SoapError, SoapWarning
+from soap.tracing.calls import TileContext
 from soap.tracing.export import export_model
 from soap.tracing.load import load_model
-from soap.tracing.model import TileContext
 from tests.tracing.programs import Lambda
 
 

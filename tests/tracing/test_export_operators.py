@@ -15,9 +15,9 @@ from torch import Tensor, nn
 import soap
 from soap.cli.search import main as search
 from soap.errors import ModelError, SoapWarning
+from soap.tracing.calls import TileContext
 from soap.tracing.export import exported_program
 from soap.tracing.load import load_model
-from soap.tracing.model import TileContext
 from soap.tracing.operators import custom_operators
 from tests.tracing import shop
 

@@ -15,10 +15,10 @@ from soap.model.regions import relative, volume, whole
 from soap.plan.tiling import Tile, tiles_of
 from soap.simulator.memory.footprint import shares_of
 from soap.strategy.config import OpConfig
+from soap.tracing.calls import TileContext
 from soap.tracing.execute import TracedModel, given
 from soap.tracing.importer import import_program
 from soap.tracing.load import load_model
-from soap.tracing.model import TileContext
 from tests.extent import often, so_many
 from tests.processor import needs_lstm_under_autocast
 from tests.tracing.emulation import random_degrees

@@ -16,8 +16,8 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from soap.errors import ModelError
+from soap.tracing.calls import TileContext
 from soap.tracing.load import load_model
-from soap.tracing.model import TileContext
 from tests.tracing.programs import Lambda, export
 
 

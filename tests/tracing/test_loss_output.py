@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import soap
 from soap.cli import export
+from soap.tracing.calls import TileContext
 from soap.tracing.example import loss_position, which_loss
 from soap.tracing.export import evaluation, exported_program
-from soap.tracing.model import TileContext
 
 X, Y = torch.linspace(-1, 1, 32).reshape(8, 4), torch.arange(8) % 3
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from soap.plan.tiling import NARROW_PRODUCTS, tiles_of
 from soap.strategy.config import OpConfig
 from soap.tracing import compiled
+from soap.tracing.calls import TileContext
 from soap.tracing.execute import TracedModel
 from soap.tracing.importer import BatchNorm, import_program
-from soap.tracing.model import TileContext
 from tests.extent import every
 from tests.tracing.emulation import Graded, draw_configs, emulated_loss, graded
 from tests.tracing.programs import export

@@ -14,8 +14,8 @@ from soap.model.regions import relative, volume, whole
 from soap.plan.samples import with_own_labels
 from soap.plan.tiling import tiles_of
 from soap.strategy.config import OpConfig
+from soap.tracing.calls import TileContext
 from soap.tracing.execute import TracedModel
-from soap.tracing.model import TileContext
 from tests.tracing.programs import Lambda, imported
 
 IGNORED = torch.tensor([-100, 0, 1, 2, 3, 4])

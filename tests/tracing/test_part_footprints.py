@@ -18,10 +18,10 @@ from soap.plan.tiling import Tile, tiles_of, windows
 from soap.simulator.memory.footprint import kept_share, shares_of
 from soap.simulator.memory.peaks import padded_bytes
 from soap.strategy.config import OpConfig
+from soap.tracing.calls import TileContext
 from soap.tracing.execute import TracedModel
 from soap.tracing.footprints import LITTLE, _Trials
 from soap.tracing.importer import import_program
-from soap.tracing.model import TileContext
 from tests.extent import so_many
 
 WAYS = ("float32", "bfloat16", "autocast")

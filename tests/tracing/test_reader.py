@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from soap.errors import ModelError, SoapWarning
 from soap.model.graph import TensorKind
+from soap.tracing.calls import TileContext
 from soap.tracing.importer import import_program
-from soap.tracing.model import TileContext
 from soap.tracing.reader import Reader
 from tests.tracing.eager import equals_eager
 from tests.tracing.programs import Lambda, export, imported, square

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from soap.errors import ModelError
+from soap.tracing.calls import TileContext
 from soap.tracing.importer import import_program
-from soap.tracing.model import TileContext
 from tests.tracing.eager import equals_eager
 from tests.tracing.programs import Lambda, export, imported, square
 

@@ -64,7 +64,7 @@ def _agree(model: TracedModel) -> None:
 
 def _equals_module(model: TracedModel, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
     """The plain program is the module: loss and gradients."""
-    from soap.tracing.model import TileContext
+    from soap.tracing.calls import TileContext
 
     module.zero_grad()
     expected = module(*inputs)

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from soap.errors import ModelError
+from soap.tracing.calls import TileContext
 from soap.tracing.export import export_model
 from soap.tracing.load import load_model
-from soap.tracing.model import TileContext
 
 
 class Mixed(nn.Module):

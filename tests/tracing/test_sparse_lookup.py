@@ -17,10 +17,10 @@ from soap.model.regions import relative, whole
 from soap.plan.tiling import Tile, tiles_of
 from soap.strategy.classical import random_config
 from soap.strategy.config import OpConfig
+from soap.tracing.calls import TileContext
 from soap.tracing.execute import TracedModel
 from soap.tracing.export import export_model
 from soap.tracing.load import load_model
-from soap.tracing.model import TileContext
 from tests.runtime.sparse_modules import ROWS, batch_of, module_of
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from soap.errors import SoapWarning
+from soap.tracing.calls import TileContext
 from soap.tracing.importer import import_program
 from soap.tracing.load import load_model
-from soap.tracing.model import TileContext
 from tests.extent import often
 from tests.tracing.emulation import compare, draw_configs
 from tests.transformers_models import MODELS

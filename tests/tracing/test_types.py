@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from soap.errors import ModelError
+from soap.tracing.calls import TileContext
 from soap.tracing.importer import import_program
-from soap.tracing.model import TileContext
 from tests.tracing.programs import Lambda, export
 
 WHICH, LENGTHS, MASK = torch.arange(8) % 3, torch.arange(8), torch.arange(8) > 3

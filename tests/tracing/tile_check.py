@@ -15,8 +15,7 @@ from torch import Tensor
 from soap.model.dtypes import is_differentiable
 from soap.model.graph import DimMap
 from soap.model.regions import Box, Interval, balanced, lengths, relative, whole
-from soap.tracing.calls import Call, Ref, Value, is_random, substitute, walk
-from soap.tracing.model import TileContext
+from soap.tracing.calls import Call, Ref, TileContext, Value, is_random, substitute, walk
 from soap.tracing.rules import tiled
 from soap.tracing.rules.notation import Local, Maps, Tiled
 from tests.tracing.drawing import Drawn

@@ -15,8 +15,8 @@ from soap.api.weights import open_weights
 from soap.cli.run import main
 from soap.errors import ModelError
 from soap.runtime.checkpoint.checkpoint import read_state_dict
+from soap.tracing.calls import TileContext
 from soap.tracing.execute import TracedModel
-from soap.tracing.model import TileContext
 from soap.weights.fitting import OneByOne
 from soap.weights.initializer import Initializer
 from soap.weights.safetensors_files import SafetensorsFiles

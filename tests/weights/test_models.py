@@ -14,8 +14,8 @@ from torch import nn
 import soap
 from soap.cli.run import main
 from soap.errors import ModelError, SoapWarning
+from soap.tracing.calls import TileContext
 from soap.tracing.execute import TracedModel
-from soap.tracing.model import TileContext
 from soap.weights.fitting import matched
 from soap.weights.safetensors_files import SafetensorsFiles
 from soap.weights.seam import Kind

@@ -16,9 +16,8 @@ from soap.errors import RuntimeFailure
 from soap.mixed.run.plan import Stage
 from soap.runtime.updates.optimizers import OptimizerFactory, ScheduleFactory
 from soap.runtime.updates.schedules import Schedule
-from soap.tracing.calls import BufferRef, Call, Program, walk
+from soap.tracing.calls import BufferRef, Call, Program, TileContext, walk
 from soap.tracing.execute import TracedModel
-from soap.tracing.model import TileContext
 
 
 @dataclass(frozen=True)

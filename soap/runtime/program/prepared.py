@@ -29,8 +29,8 @@ from soap.runtime.program.program import Program
 from soap.runtime.program.sync_actions import uses_of_gathered
 from soap.runtime.sync.roles import pieces_read
 from soap.runtime.sync.shards import Region, ShardStore
+from soap.tracing.calls import TileContext
 from soap.tracing.execute import TracedModel
-from soap.tracing.model import TileContext
 from soap.tracing.types import partial_dtype
 
 ByPass = dict[tuple[ActionKind, int], tuple[int, ...]]

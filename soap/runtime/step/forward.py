@@ -34,8 +34,8 @@ from soap.runtime.sync.look_ups import Asked, LookUps, rows_for
 from soap.runtime.sync.shards import ShardStore
 from soap.simulator.tasks import TaskKind
 from soap.strategy.recomputation import has_product
+from soap.tracing.calls import TileContext
 from soap.tracing.execute import Awaited, TracedModel
-from soap.tracing.model import TileContext
 from soap.tracing.products import Made, first_run, second_run
 
 

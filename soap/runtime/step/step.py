@@ -52,8 +52,8 @@ from soap.runtime.sync.shards import ShardStore
 from soap.runtime.system.memory_room import MemoryRoom
 from soap.runtime.trace import Recorder
 from soap.simulator.tasks import TaskKind
+from soap.tracing.calls import TileContext
 from soap.tracing.execute import Awaited, TracedModel, given
-from soap.tracing.model import TileContext
 
 
 class Halves:

@@ -15,8 +15,8 @@ from soap.runtime.sync.row_update import common_rows
 from soap.runtime.sync.shards import ShardStore
 from soap.runtime.sync.sparse_rows import RowSync
 from soap.strategy.config import OpConfig
+from soap.tracing.calls import TileContext
 from soap.tracing.execute import TracedModel
-from soap.tracing.model import TileContext
 
 Asked = dict[tuple[int, int], torch.Tensor]
 """(tile, parameter position) -> the rows that it looks up, ascending."""

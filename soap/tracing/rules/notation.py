@@ -20,8 +20,7 @@ import torch
 
 from soap.model.graph import WHOLE, DimMap
 from soap.model.regions import Box, Interval, lengths
-from soap.tracing.calls import Call, Ref, Value, argument, parameters_of, substitute, walk
-from soap.tracing.model import TileContext
+from soap.tracing.calls import Call, Ref, TileContext, Value, argument, parameters_of, substitute, walk
 
 Maps = tuple[DimMap, ...]
 
