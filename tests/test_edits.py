@@ -252,7 +252,7 @@ def test_a_compiled_chain_asks_with_everything() -> None:
     chain = CompiledChain(CompiledSpace(space_of(), topology, COSTS), strategy, seed=3, proposals=300)
     asked: list[Strategy] = []
 
-    def fits(proposed: Strategy) -> bool:
+    def fits(proposed: Strategy, engine: Engine) -> bool:
         asked.append(proposed)
         return len(asked) % 2 == 0
 

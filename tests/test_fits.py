@@ -21,7 +21,6 @@ from soap.simulator.incremental import IncrementalSimulator
 from soap.strategy.config import Strategy
 from soap.strategy.named import named
 from soap.time_limit import TimeIsUp
-from tests.exactly import exactly
 from tests.graph_builder import GraphBuilder, mlp
 from tests.search.test_recomputing import wide
 from tests.strategies import GPU, cluster
@@ -158,7 +157,7 @@ def test_as_little_as_fits_is_recomputed_and_how_near_that_is_to_the_best() -> N
     found = asked(graph, topology)
     (way,) = [own for own in found.ways if own.budgeted is not None]
     simulator = soap.api.simulator_for(graph, topology, costs="estimate")
-    made = recompute_to_fit(graph, topology, named(way.base, graph, topology), simulator.costs, exactly(simulator))
+    made = recompute_to_fit(graph, topology, named(way.base, graph, topology), simulator.costs, simulator.peak_share)
     assert way.budgeted == made and way.strategy == made.strategy and way.name == f"{way.base}, recomputed to fit"
     assert way.fits and 0 < made.runs <= made.of_runs
     (told,) = [own for own in document(found, ARGUMENTS, graph, topology)["ways"] if own["budgeted"]]

@@ -187,7 +187,7 @@ class _Ways:
         """Add the ways that are looked at, and those that are played."""
         candidates += self._candidates()
         for own in sorted(candidates, key=lambda own: (own.name != self._names[0], own.cost_ns)):
-            if sum(way.fits for way in played[1 if played and played[0].name == self._names[0] else 0 :]) == MOST_WAYS:
+            if self._evaluator is not None and sum(way.fits for way in played if way.name != self._names[0]) >= MOST_WAYS:
                 break  # none of those left is faster
             if self._shares and (self._spent(1) or self._spent(1, self._expected_s(own.strategy))):  # what to expect takes long to find
                 self._untried.append(own.name)

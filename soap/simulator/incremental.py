@@ -92,7 +92,7 @@ class IncrementalSimulator:
 
     def fits(self, strategy: Strategy, engine: Engine) -> bool:
         """Whether a strategy that an engine holds or proposes fits into memory."""
-        return self._simulator.overflow_of_played(strategy, engine) == 0
+        return self._simulator.fits_as_played(strategy, engine)
 
     def peak_share(self, strategy: Strategy) -> float:
         """As ``Simulator.peak_share``."""

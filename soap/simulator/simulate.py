@@ -287,7 +287,18 @@ class Simulator:
         plan = self._builder.build(strategy)
         if _is_refused(plan):
             return REFUSED_BYTES
-        return overflow_bytes(self._expected(plan, engine, self.topology), self.topology) + self._lacking_on_hosts(plan)
+        expected = self._expected(plan, self._peaks(plan, engine, self.topology))
+        return overflow_bytes(expected, self.topology) + self._lacking_on_hosts(plan)
+
+    def fits_as_played(self, strategy: Strategy, engine: Engine) -> bool:
+        """Whether ``overflow_of_played`` is 0, known sooner: the bound for any order is never below a peak."""
+        if not is_planned(strategy):
+            return self.overflow_of_played(strategy, engine) == 0
+        plan = self._builder.build(strategy)
+        if _is_refused(plan) or self._lacking_on_hosts(plan):
+            return False
+        peaks = self._peaks(plan, engine, self.topology)
+        return not overflow_bytes(peaks, self.topology) and not overflow_bytes(self._expected(plan, peaks), self.topology)
 
     def share_of_played(self, strategy: Strategy, engine: Engine, folding: Folding | None = None) -> float:
         """``peak_share`` of a strategy that an engine holds or proposes; with ``folding`` as two of its copies."""
@@ -298,19 +309,23 @@ class Simulator:
         plan = self._builder.build(strategy)
         if _is_refused(plan) or self._lacking_on_hosts(plan):
             return inf
-        return self._share(self._expected(plan, engine, self.topology))
+        return self._share(self._expected(plan, self._peaks(plan, engine, self.topology)))
 
     def _share(self, peaks: Sequence[int]) -> float:
         return max(peak / limit for peak, limit in zip(peaks, self.topology.memory_limits, strict=True))
 
-    def _expected(self, plan: Plan, engine: Engine, topology: Topology) -> Sequence[int]:
-        """What is expected on each device at its peak. Where that fits, the bound for any order is not asked for."""
+    def _peaks(self, plan: Plan, engine: Engine, topology: Topology) -> Sequence[int]:
+        """The most bytes that each device of a plan holds, as an engine has played it on this topology."""
         from soap.simulator.memory.engine_played import engine_played  # imports numba
 
         arrays = plan_arrays(plan)
-        peaks = swept(plan, arrays, engine_played(engine, plan, arrays), topology, self.optimizer_states).peaks().tolist()
-        expected, limits = [with_allowance(peak) for peak in peaks], (*topology.memory_limits, min(topology.memory_limits))
-        if all(peak <= limit for peak, limit in zip(expected, limits, strict=False)):
+        found: list[int] = swept(plan, arrays, engine_played(engine, plan, arrays), topology, self.optimizer_states).peaks().tolist()
+        return found
+
+    def _expected(self, plan: Plan, peaks: Sequence[int]) -> Sequence[int]:
+        """What is expected on each device at its peak. Where that fits anywhere, the bound for any order is not asked for."""
+        expected = [with_allowance(peak) for peak in peaks]
+        if max(expected) <= min(self.topology.memory_limits):
             return expected
         return expected_peaks(peaks, memory_use(plan, self.optimizer_states))
 
@@ -320,7 +335,8 @@ class Simulator:
         if not is_planned(folding.copies.strategy):
             found = self._bounded(engine)
             return folding.for_all([*found, min(found)])
-        return folding.for_all(self._expected(folding.with_an_idle_device(folding.plan), engine, folding.topology))
+        plan = folding.with_an_idle_device(folding.plan)
+        return folding.for_all(self._expected(plan, self._peaks(plan, engine, folding.topology)))
 
     def _bounded(self, engine: Engine) -> Sequence[int]:
         """What is expected on each of an engine's devices at its peak at most, without a plan."""

@@ -7,7 +7,6 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ from soap.plan.memory_kinds import MemoryKind
 from soap.report.page import tabs_of
 from soap.report.section import Block, Choice, Figure, Table, Text
 from soap.simulator.folded import FoldedSimulation
-from soap.simulator.memory.ledger import Ledger
+from soap.simulator.memory.array_ledger import ArrayLedger
 from soap.simulator.simulate import Simulation
 from soap.strategy.named import named
 from tests.extent import every
@@ -105,7 +104,7 @@ def test_what_is_impossible_is_found() -> None:
 
 def test_what_is_never_held_at_once_is_taken_from_what_is_counted() -> None:
     """A pass that holds 30 bytes less than its operands, its results and their gradients: 20 of them are the gradients there are."""
-    ledger = Ledger(SimpleNamespace(device_count=1), 10)  # type: ignore[arg-type]
+    ledger = ArrayLedger(1, frozenset(), 10)
     ledger.hold(0, 0, 10, 100, MemoryKind.KEPT)
     ledger.hold(0, 4, 6, 20, MemoryKind.GRADIENTS)
     ledger.hold(0, 4, 6, -30, MemoryKind.WORKSPACE)

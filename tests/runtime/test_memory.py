@@ -254,7 +254,7 @@ def test_what_travels_as_it_lies_is_predicted(plan: str, pool: Pool, exported: E
     strategy = api.classical(plan, graph, topology)
     usual = simulator.run(strategy)
     with patch.object(large_parts, "LARGE_BYTES", 1):
-        run = simulator.run(strategy)
+        run = api.simulator_for(graph, topology, optimizer_states=STATES, costs="estimate").run(strategy)
         predicted = run.peak_bytes
     assert predicted != usual.peak_bytes
     found = pool.run(counted_as_they_lie, path, None, strategy, topology, execution_order(run.tasks, run.schedule), ranks=2)

@@ -18,7 +18,7 @@ LINUX = pytest.mark.skipif(sys.platform != "linux", reason="the GNU C library's 
 STEPS = """
 import json, resource
 import torch
-from soap.runtime.system import malloc
+from soap.runtime.system import process as malloc
 from soap.runtime.system.memory_room import MemoryRoom, held_bytes
 
 MB, STEPS = 10**6, 8

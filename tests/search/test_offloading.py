@@ -30,7 +30,6 @@ from soap.strategy.kept import OFFLOADED, away, mark_of, offloadable, with_offlo
 from soap.strategy.named import named, offloaded_names, saving_names
 from soap.strategy.recomputation import LIGHT, RECOMPUTED, STAYS, runs_of, with_marks
 from soap.strategy.sync import ALL_REDUCE, SHARDED, SHARDED_STATE, SPARSE_ALL_GATHER
-from tests.exactly import exactly
 from tests.graph_builder import GraphBuilder, mlp
 from tests.search.test_recomputing import wide
 from tests.strategies import GPU, cluster
@@ -128,7 +127,7 @@ def test_no_more_runs_offload_than_it_takes(share: float) -> None:
     assert least < 0.8 * kept
     topology = gpus(int(share * kept))
     simulator = Simulator(graph, topology, RooflineCosts(topology))
-    made = offload_to_fit(graph, topology, usual, exactly(simulator))
+    made = offload_to_fit(graph, topology, usual, simulator.peak_share)
     assert simulator.run(made.strategy).fits and 0 < made.runs < made.of_runs == len(runs_of(graph)) and made.selective == 0
     names = [name for name, config in made.strategy.operators.items() if config.offload]
     chosen = [run for run in runs_of(graph) if {*run} <= {*names}]

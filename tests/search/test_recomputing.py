@@ -29,7 +29,6 @@ from soap.strategy.config import Strategy, SyncConfig
 from soap.strategy.named import MOST_SAVING, named
 from soap.strategy.recomputation import LIGHT, RECOMPUTED, STAYS, recomputed, repeatable, run_levels, runs_of, with_levels
 from soap.strategy.sync import sync_choices
-from tests.exactly import exactly
 from tests.graph_builder import GraphBuilder, transformer
 from tests.strategies import CPU, cluster
 
@@ -108,7 +107,7 @@ def test_no_more_runs_are_recomputed_than_it_takes() -> None:
     for share in (0.9, 0.75):
         topology = limited(int(share * kept))
         simulator = Simulator(GRAPH, topology, RooflineCosts(topology))
-        made = recompute_to_fit(GRAPH, topology, usual, simulator.costs, exactly(simulator))
+        made = recompute_to_fit(GRAPH, topology, usual, simulator.costs, simulator.peak_share)
         assert simulator.run(made.strategy).fits and 0 < made.runs < made.of_runs
         held = {name: config.recompute for name, config in made.strategy.operators.items() if config.recompute}
         chosen = [k for k, levels in enumerate(run_levels(GRAPH, RECOMPUTED)) if levels.keys() <= held.keys()]
@@ -124,7 +123,7 @@ def test_results_say_how_near_the_fewest_runs_are_to_the_best_choice() -> None:
     options = SearchOptions(budget=5, cores=1, starts=["data_parallel"], risk=None, syncs=[SyncConfig()])
     result = search(GRAPH, topology, IncrementalSimulator(simulator), options, polish_up_to=0)
     (name,) = result.budgeted
-    made = recompute_to_fit(GRAPH, topology, data_parallel(GRAPH, topology), simulator.costs, exactly(simulator))
+    made = recompute_to_fit(GRAPH, topology, data_parallel(GRAPH, topology), simulator.costs, simulator.peak_share)
     assert name == "data_parallel, recompute" and result.budgeted[name] == made and made.runs > 1
     told = recomputing.budgeted(name, made)
     assert told["gap"] == made.added_ns / made.least_ns - 1 > 0 and (told["runs"], told["of_runs"]) == (made.runs, made.of_runs)

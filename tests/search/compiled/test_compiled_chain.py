@@ -249,7 +249,7 @@ def test_what_does_not_fit_is_never_accepted() -> None:
     chain = CompiledChain(CompiledSpace(case.space, poor, case.costs), start, seed=5, proposals=proposals, start_ns=start_ns)
     asked = []
 
-    def fits(strategy: Strategy) -> bool:
+    def fits(strategy: Strategy, engine: Engine) -> bool:
         asked.append(key_of(strategy))
         return key_of(strategy) in fitting
 

@@ -168,7 +168,7 @@ def test_large_plans_are_never_made(monkeypatch: pytest.MonkeyPatch) -> None:
             for own in (strategy, replace(strategy)):  # an equal one that is not the last that was simulated
                 evaluator.makespan_ns(own)
                 found = evaluator.overflow_bytes(own)
-                assert found == 0 if fits else 0 < found <= exact
+                assert found == 0 if fits else found >= exact > 0
 
 
 def test_without_knowledge_of_other_devices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,7 +187,7 @@ def test_folded_never_below_what_all_copies_lack(case: Case) -> None:
     graph, topology, strategy = case
     assume(not isinstance(fold(graph, topology, strategy), str))
     simulator = Simulator(graph, topology, RooflineCosts(topology))
-    outcome = simulator.run_folded(strategy)
+    outcome = simulator.run_folded(strategy, nearly=True)
     assert not isinstance(outcome, str)
     folding = fold(graph, topology, strategy)
     assert not isinstance(folding, str)
