@@ -17,9 +17,7 @@ from soap.schedules.named import parse
 from soap.strategy.compression import Int8, PowerSgd, Rgc, RgcAsq
 from soap.strategy.config import FLOATING, OpConfig, Strategy, SyncConfig, check_config, check_parts, settled_config
 from soap.strategy.consistency import SYNC
-from soap.strategy.kept import OFFLOADED, with_mark
-from soap.strategy.kept import refusal as may_not_offload
-from soap.strategy.recomputation import LIGHT, RECOMPUTED, STAYS, refusal
+from soap.strategy.marks import FEATURES, marks_of, with_mark
 from soap.strategy.stages import chunks_of, stages_of_chunks
 from soap.strategy.sync import SHARDED, SHARDED_IN_HOSTS, SHARDED_STATE, SPARSE_ALL_GATHER, compressed, parameter_server
 from soap.strategy.sync_contracts import WITHIN
@@ -221,9 +219,9 @@ def configs(
         tiles *= degree
     each = st.sampled_from(among) if among else st.integers(0, device_count - 1)
     devices = draw(st.lists(each, min_size=tiles, max_size=tiles))
-    repeats = graph is not None and refusal(graph, op) is None and (cut is None or cut.may_repeat(cut.graph.index[op.name]))
-    marks = [STAYS, *((RECOMPUTED, LIGHT) if repeats else ())]
-    marks += [OFFLOADED] if graph is not None and may_not_offload(graph, op) is None else []
+    repeats = cut is None or cut.may_repeat(cut.graph.index[op.name])
+    own = [] if graph is None else [f for f in FEATURES if f.refusal(graph, op) is None and (repeats or not f.repeats)]
+    marks = [0, *(mark for feature in own for mark in marks_of(feature.field))]
     config = with_mark(OpConfig(tuple(degrees), tuple(devices), replicas), draw(st.sampled_from(marks)))
     return with_shares(draw, op, config, cut)
 

@@ -70,7 +70,7 @@ def _run(name: str, strategy: str, device: Literal["cpu", "cuda"]) -> dict[str, 
         for _ in range(STEPS):
             trainer.step(*model.example_inputs)
         traffic, graph = trainer.traffic, trainer.plan.graph
-        kept = [tile for tile in trainer.plan.tiles if tile.operator in trainer.plan.offloading_operators]
+        kept = [tile for tile in trainer.plan.tiles if tile.operator in trainer.plan.marked]
         held = torch.cuda.memory_allocated() - before if device == "cuda" else 0
         assert trainer.optimizer is not None
         states = [value for own in trainer.optimizer.state.values() for value in own.values() if torch.is_tensor(value) and value.dim()]

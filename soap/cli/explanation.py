@@ -17,8 +17,7 @@ from soap.search.explanation import Line, Synchronized, Unkept
 from soap.simulator.analysis.attribution import Activity
 from soap.strategy.config import OpConfig
 from soap.strategy.diff import pattern_of
-from soap.strategy.kept import OFFLOADED
-from soap.strategy.recomputation import LIGHT, RECOMPUTED
+from soap.strategy.marks import MARKS
 from soap.units import format_bytes, format_count
 
 MOST_ROWS = 60
@@ -28,7 +27,6 @@ LEGEND = (
     "device to sum gradients and update; set back: the iteration's time if it alone were as in data parallelism"
 )
 _MS = 1e6
-_SAID = {RECOMPUTED: "recomputed", LIGHT: "recomputed but for products", OFFLOADED: "offloaded"}
 
 
 def documents(
@@ -81,7 +79,7 @@ def unkept_document(lines: Sequence[Unkept]) -> list[dict[str, Any]]:
     """What is recomputed or offloaded, as plain JSON values."""
     return [
         {
-            "operators": {name: _SAID[mark] for name, mark in line.marks.items()},
+            "operators": {name: MARKS[mark].said for name, mark in line.marks.items()},
             "runs": line.runs,
             "kept_ns": line.kept_ns,
             "kept_overflow_bytes": line.kept_overflow_bytes,

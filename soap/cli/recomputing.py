@@ -1,4 +1,4 @@
-"""What reports say of a strategy that recomputes, or offloads what operators keep: which operators, what that saves, and what it costs."""
+"""What reports say of a strategy whose operators have marks, as those that are recomputed: which ones, what that saves, and costs."""
 
 from __future__ import annotations
 
@@ -11,37 +11,32 @@ from soap.search.to_fit import Budgeted
 from soap.simulator.folded import FoldedSimulation
 from soap.simulator.simulate import Simulation, Simulator
 from soap.strategy.config import Strategy
-from soap.strategy.kept import with_offload
-from soap.strategy.recomputation import LIGHT, with_marks
+from soap.strategy.marks import FEATURES, Feature, are_marked, with_each_mark
 from soap.units import format_bytes
 
 MOST_NAMED = 4
 """So many operators are named; the document has all."""
 
 
-RECOMPUTED, OFFLOADED = "recomputed", "offloaded"
-"""Keys of a report: operators that run again, and those whose hosts keep what they keep."""
-_MARKS = {RECOMPUTED: ("recompute", with_marks), OFFLOADED: ("offload", with_offload)}
-_DO = {RECOMPUTED: "are recomputed", OFFLOADED: "offload what they keep"}
-
-
 def documents(simulator: Simulator, strategy: Strategy, simulation: Simulation | FoldedSimulation) -> dict[str, Any]:
-    """Plain JSON values by key, of what there is of both."""
-    found = {key: _document(simulator, strategy, simulation, key) for key in _MARKS}
+    """Plain JSON values by the names of marks (``recomputed``), of what there is of each."""
+    found = {feature.said[0]: _document(simulator, strategy, simulation, feature) for feature in FEATURES}
     return {key: own for key, own in found.items() if own is not None}
 
 
-def _document(simulator: Simulator, strategy: Strategy, simulation: Simulation | FoldedSimulation, key: str) -> dict[str, Any] | None:
-    """None if no operator does. ``light``: of recomputed ones, those that are but for their products. ``kept_``: of the same strategy if it
-    kept all. ``peak_bytes``: of the device that holds most."""
-    field, marked = _MARKS[key]
-    names = [name for name, config in strategy.operators.items() if getattr(config, field)]
+def _document(
+    simulator: Simulator, strategy: Strategy, simulation: Simulation | FoldedSimulation, feature: Feature
+) -> dict[str, Any] | None:
+    """None if no operator has it. ``light``: of recomputed ones, those that are but for their products. ``kept_``: of the same strategy
+    if they had no mark. ``peak_bytes``: of the device that holds most."""
+    names = are_marked(strategy, feature.field)
     if not names:
         return None
-    kept = simulator.predict(marked(strategy, names, False))
+    kept = simulator.predict(with_each_mark(strategy, dict.fromkeys(names, 0)))
+    light = [name for name in names if getattr(strategy.operators[name], feature.field) != feature.values[1]]
     return {
         "operators": names,
-        **({"light": [name for name in names if strategy.operators[name].recompute == LIGHT]} if key == RECOMPUTED else {}),
+        **({"light": light} if len(feature.values) > 2 else {}),
         "of_operators": len(strategy.operators),
         "peak_bytes": max(simulation.peak_bytes),
         "kept_peak_bytes": max(kept.peak_bytes),
@@ -52,7 +47,8 @@ def _document(simulator: Simulator, strategy: Strategy, simulation: Simulation |
 
 def texts(report: Mapping[str, Any]) -> list[str]:
     """What ``documents`` has put into a report, in two lines each."""
-    return [_text(report[key], report["predicted_ns"], _DO[key]) for key in _MARKS if key in report]
+    own = ((report[feature.said[0]], feature.do) for feature in FEATURES if feature.said[0] in report)
+    return [_text(found, report["predicted_ns"], do) for found, do in own]
 
 
 def _text(found: Mapping[str, Any], predicted_ns: int, do: str) -> str:

@@ -17,6 +17,7 @@ from soap.model.batch import sample_factor, samples_of
 from soap.model.graph import KEEP_STATE, NEXT_STATE, OperatorGraph
 from soap.strategy.config import Strategy
 from soap.strategy.consistency import parse
+from soap.strategy.marks import MARKS, mark_of
 from soap.strategy.served import TableAt, configured, look_ups, served
 
 
@@ -130,8 +131,8 @@ def _require_plain(graph: OperatorGraph, strategy: Strategy) -> None:
             raise StrategyError(
                 f"operator {op.name!r} keeps buffers from step to step (batch norm?); expected a model without: workers hold no state"
             )
-        if config.recompute or config.offload:
-            raise StrategyError(f"operator {op.name!r} is marked to be recomputed or to offload what it keeps; expected neither on workers")
+        if (feature := MARKS[mark_of(config)].feature) is not None:
+            raise StrategyError(f"operator {op.name!r} is marked to {feature.wanted}; expected no mark on workers")
 
 
 def _workers(graph: OperatorGraph, strategy: Strategy, at_servers: set[int]) -> tuple[int, ...]:

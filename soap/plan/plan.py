@@ -6,7 +6,7 @@ tensors. So both have the same tiles, transfers, reductions and shards, under th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING
 from soap.model.graph import Operator, OperatorGraph
 from soap.model.regions import Box
 from soap.plan.compression.training import PLAIN, PlannedTraining
+from soap.plan.marks.seam import Marked, marked
 from soap.plan.pass_order import Pass, PassOrder
 from soap.plan.tiling import Tile
 from soap.strategy.compression import Compression
 from soap.strategy.config import Strategy
-from soap.strategy.recomputation import LIGHT
+from soap.strategy.marks import mark_of
 from soap.strategy.sync_contracts import Contract, named
 
 if TYPE_CHECKING:
@@ -239,19 +240,20 @@ class Plan:
     kept: tuple[KeptParameter, ...] = field(default=(), compare=False)
 
     @cached_property
-    def recomputed_operators(self) -> frozenset[int]:
-        """Positions of the operators that are marked to be recomputed."""
-        return frozenset(i for i, op in enumerate(self.graph.operators) if self.strategy.operators[op.name].recompute)
+    def marked(self) -> Mapping[int, Marked]:
+        """Position of an operator that has a mark -> what that adds to its tiles."""
+        marks = ((i, mark_of(self.strategy.operators[op.name])) for i, op in enumerate(self.graph.operators))
+        return {i: marked(mark) for i, mark in marks if mark}
 
     @cached_property
-    def offloading_operators(self) -> frozenset[int]:
-        """Positions of the operators whose hosts keep what they keep for their backward passes."""
-        return frozenset(i for i, op in enumerate(self.graph.operators) if self.strategy.operators[op.name].offload)
+    def recomputed_operators(self) -> frozenset[int]:
+        """Positions of the operators whose tiles run a second time."""
+        return frozenset(i for i, own in self.marked.items() if own.again is not None)
 
     @cached_property
     def light_operators(self) -> frozenset[int]:
-        """Positions of those that run again but for their products."""
-        return frozenset(i for i, op in enumerate(self.graph.operators) if self.strategy.operators[op.name].recompute == LIGHT)
+        """Positions of those that run again and keep their outputs."""
+        return frozenset(i for i in self.recomputed_operators if self.marked[i].keeps_outputs)
 
     @cached_property
     def on_servers(self) -> frozenset[int]:
@@ -308,22 +310,22 @@ class Plan:
 
 def forward_name(op: Operator, tile: Tile) -> str:
     """Task name of a tile's forward pass."""
-    return f"forward {op.name}[{tile.index}]{_of(tile)}"
+    return tile_task_name("forward", op, tile)
 
 
 def backward_name(op: Operator, tile: Tile) -> str:
     """Task name of a tile's backward pass; if that is in two, of its input gradients."""
-    return f"backward {op.name}[{tile.index}]{_of(tile)}"
-
-
-def need_name(op: Operator, tile: Tile) -> str:
-    """Task name of the moment in which the backward pass first needs what a tile must compute again, or have back from its host."""
-    return f"need {op.name}[{tile.index}]{_of(tile)}"
+    return tile_task_name("backward", op, tile)
 
 
 def recompute_name(op: Operator, tile: Tile) -> str:
     """Task name of a tile's second run, before its backward pass."""
-    return f"recompute {op.name}[{tile.index}]{_of(tile)}"
+    return tile_task_name("recompute", op, tile)
+
+
+def tile_task_name(verb: str, op: Operator, tile: Tile) -> str:
+    """Task name of what is done for a tile."""
+    return f"{verb} {op.name}[{tile.index}]{_of(tile)}"
 
 
 def _of(tile: Tile) -> str:

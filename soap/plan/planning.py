@@ -33,7 +33,7 @@ from soap.plan.syncs.keeping import Cell, Keeping
 from soap.plan.syncs.represented import Represented
 from soap.plan.tiling import Tile, tiles_of
 from soap.strategy.config import OpConfig, Strategy, SyncConfig
-from soap.strategy.kept import with_mark
+from soap.strategy.marks import with_mark
 from soap.strategy.recomputation import STAYS
 
 

@@ -13,6 +13,7 @@ from soap.report.section import Block, Contents, Figure, Section, Text
 from soap.search.explanation import configured_alike
 from soap.strategy.config import OpConfig, Strategy
 from soap.strategy.diff import pattern_of
+from soap.strategy.marks import MARKS, mark_of
 from soap.units import format_count
 
 if TYPE_CHECKING:
@@ -180,8 +181,8 @@ def _first(graph: OperatorGraph, strategy: Strategy, row: Row) -> tuple[Operator
 
 def _columns(graph: OperatorGraph, strategy: Strategy, rows: Sequence[Row], cells: Sequence[Cell]) -> dict[str, list[object]]:
     ops = [graph.operators[rows[own.row].members[0]] for own in cells]
-    marks = [strategy.operators[op.name] for op in ops]
-    more = [", recomputed" if own.recompute else ", offloaded" if own.offload else "" for own in marks]
+    marks = [MARKS[mark_of(strategy.operators[op.name])].feature for op in ops]
+    more = ["" if feature is None else f", {feature.said[0]}" for feature in marks]
     return {
         "device": [own.device for own in cells],
         "y": [-own.row for own in cells],

@@ -228,7 +228,7 @@ def _pipelines_that_save(
         if is_legal(space, topology, made.strategy):
             recorder.budgeted = {**recorder.budgeted, name: made}
             evaluate(name, made.strategy)
-    for added in AWAY if space.offload else ():
+    for added in AWAY if space.by_field.get("offload") else ():
         name = PIPELINE
         for own in added:
             name = on_top(name, own)

@@ -6,7 +6,7 @@ A constraint is a pattern of operator names (``fnmatch``; ``layers.0-3.*`` stand
   ``@0-3`` or ``@0,2`` behind it the devices are fixed as well; ``@0-3`` alone fixes only the devices. The search decides which tile runs on
   which of them.
 - forbid: factors by name or kind that are never split, ``replicas``, and ``@3``: devices that are never used.
-- ``recompute`` among the names: operators are recomputed (pin), or never are (forbid). ``offload``: they offload what they keep, or not.
+- a field of a mark among the names, as ``recompute`` or ``offload``: operators have it (pin), or never do (forbid).
 - ``stage:0`` among the names: operators belong to this stage of a pipeline (pin), or never do (forbid).
 
 All constraints of an operator hold together. They leave an ``Allowed``, from which its ``OperatorSpace`` is made, so the proposals stay
@@ -17,21 +17,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import log2, prod
 
 from soap.errors import StrategyError, asked, did_you_mean
 from soap.model.graph import Operator, OperatorGraph
 from soap.search.space import Grid, OperatorSpace, Space, grid_of
-from soap.strategy import kept
 from soap.strategy.config import OpConfig, Strategy, settled_config
+from soap.strategy.marks import FEATURES, MARKS, mark_of, marks_of, with_mark
 from soap.strategy.mismatch import short
-from soap.strategy.recomputation import STAYS, refusal
 from soap.strategy.stages import chunks_of, stages_of_chunks
 
-RECOMPUTE, OFFLOAD = "recompute", "offload"
-"""Stand for recomputation, and for offloading what operators keep, where a factor could be named."""
+_MARKS = [feature.field for feature in FEATURES]
+"""Stand for marks of operators where a factor could be named."""
 STAGE = "stage"
 """Stands for a stage of a pipeline where a factor could be named."""
 REPLICAS = "replicas"
@@ -40,11 +39,12 @@ Pairs = Sequence[tuple[str, str]]
 """(pattern of operator names, what it says of these operators)."""
 
 _SPEC = (
-    "expected FACTOR:DEGREE such as sample:4 or sample:4,replicas:2, with @0-3 behind it for the devices, or @0-3 alone; 'recompute' or "
-    "'offload' or stage:0 by itself or among the factors"
+    "expected FACTOR:DEGREE such as sample:4 or sample:4,replicas:2, with @0-3 behind it for the devices, or @0-3 alone; "
+    f"{' or '.join(map(repr, _MARKS))} or stage:0 by itself or among the factors"
 )
 _FORBIDDEN = (
-    "expected names or kinds of factors, 'replicas', 'recompute', 'offload', stage:0, or devices as @3, such as reduction or attribute,@3"
+    f"expected names or kinds of factors, 'replicas', {', '.join(map(repr, _MARKS))}, stage:0, or devices as @3, such as reduction or "
+    "attribute,@3"
 )
 _NUMBERS = re.compile(r"(?<![0-9\[])([0-9]{1,9})-([0-9]{1,9})(?![0-9\]])", re.ASCII)
 MOST_PATTERNS = 4096
@@ -56,14 +56,14 @@ _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", re.ASCII)
 @dataclass(frozen=True)
 class Allowed:
     """What an operator may be. ``grid``: if not None, exactly this one. ``whole``: axes (0 replicas, 1 + factor) that are not split.
-    ``devices``: where tiles may be, ascending. ``recompute``: whether it is recomputed; None: it may be or not. ``offload``: the
-    same of offloading what it keeps. ``stage``: the stage that it belongs to; None for any but ``other_stages``."""
+    ``devices``: where tiles may be, ascending. ``mark``: the field of the mark that it has; None for any, or none, but those of
+    ``unmarked``. ``stage``: the stage that it belongs to; None for any but ``other_stages``."""
 
     grid: Grid | None
     whole: frozenset[int]
     devices: tuple[int, ...]
-    recompute: bool | None = None
-    offload: bool | None = None
+    mark: str | None = None
+    unmarked: frozenset[str] = frozenset()
     stage: int | None = None
     other_stages: frozenset[int] = frozenset()
 
@@ -72,18 +72,21 @@ class Allowed:
         return self.stage in (None, stage) and stage not in self.other_stages
 
     def kept(self, config: OpConfig) -> OpConfig:
-        """The configuration with what becomes of what it keeps as it has to be; itself if that is so."""
-        recompute = config.recompute if self.recompute in (None, bool(config.recompute)) else int(bool(self.recompute))
-        offload = config.offload if self.offload is None else self.offload
-        if recompute and offload:  # one of them is told
-            recompute, offload = (recompute, False) if self.recompute else (STAYS, True)
-        same = (recompute, offload) == (config.recompute, config.offload)
-        return config if same else replace(config, recompute=recompute, offload=offload)
+        """The configuration with a mark that it may have; itself if that is so."""
+        return config if self._allows_mark(config) else with_mark(config, 0 if self.mark is None else marks_of(self.mark)[0])
+
+    def leaves(self, field: str) -> bool:
+        """Whether it may have a mark of this field, or not."""
+        return self.mark is None and field not in self.unmarked
+
+    def _allows_mark(self, config: OpConfig) -> bool:
+        field = MARKS[mark_of(config)].field
+        return self.mark in (None, field) and field not in self.unmarked
 
     def allows(self, config: OpConfig) -> bool:
         """Whether a configuration obeys."""
         grid = grid_of(config)
-        if self.recompute not in (None, bool(config.recompute)) or self.offload not in (None, config.offload):
+        if not self._allows_mark(config):
             return False
         if self.grid is not None and grid != self.grid:
             return False
@@ -221,27 +224,28 @@ def _said(
     """What one constraint leaves to each of its operators."""
     everything = tuple(range(device_count))
     pins = field == "pins"
-    recompute, offload = (pins if name in split else None for name in (RECOMPUTE, OFFLOAD))
+    told = [feature for feature in FEATURES if feature.field in split]
     stages = [int(match[1]) for name in split if (match := _STAGE.fullmatch(name))]
     if pins and len({*stages}) > 1:
         raise StrategyError(f"{where}: stages {stages[0]} and {stages[1]}; expected one stage")
-    split = [name for name in split if name not in (RECOMPUTE, OFFLOAD) and not _STAGE.fullmatch(name)]
-    if recompute and offload:
-        raise StrategyError(f"{where}: what is made again is not kept, so nothing is left to offload; expected 'recompute' or 'offload'")
-    for wanted, refused, what in ((recompute, refusal, "be recomputed"), (offload, kept.refusal, "offload what it keeps")):
-        for op in operators if wanted else ():
-            why = refused(graph, op)
+    split = [name for name in split if name not in _MARKS and not _STAGE.fullmatch(name)]
+    if pins and len(told) > 1:
+        raise StrategyError(f"{where}: an operator has one mark at most; expected one of {', '.join(feature.field for feature in told)}")
+    for feature in told if pins else ():
+        for op in operators:
+            why = feature.refusal(graph, op)
             if why is not None:
-                raise StrategyError(f"{where}: operator {op.name!r} must not {what}: {why}; name others")
+                raise StrategyError(f"{where}: operator {op.name!r} must not {feature.wanted}: {why}; name others")
+    fields = [feature.field for feature in told]
     if pins:
-        grids = [_pinned(op, split, where) if split else None for op in operators]
-        return [Allowed(grid, frozenset(), devices or everything, recompute, offload, next(iter(stages), None)) for grid in grids]
+        grids, mark = [_pinned(op, split, where) if split else None for op in operators], next(iter(fields), None)
+        return [Allowed(grid, frozenset(), devices or everything, mark, stage=next(iter(stages), None)) for grid in grids]
     left = tuple(d for d in everything if devices is None or d not in devices)
     for name in split:
         if name != REPLICAS and not any(_axes(op, name) for op in operators):
             raise StrategyError(f"{where}: no factor {short(name)}; expected 'replicas' or one of {_factors(operators)}")
     axes = [frozenset(axis for name in split for axis in _axes(op, name)) for op in operators]
-    return [Allowed(None, own, left, recompute, offload, None, frozenset(stages)) for own in axes]
+    return [Allowed(None, own, left, None, frozenset(fields), None, frozenset(stages)) for own in axes]
 
 
 def _pinned(op: Operator, parts: Sequence[str], where: str) -> Grid:
@@ -294,20 +298,21 @@ def _both(one: Allowed, other: Allowed, op: Operator, where: str) -> Allowed:
     devices = tuple(d for d in one.devices if d in other.devices)
     if not devices:
         raise StrategyError(f"{where}: nothing is left for operator {op.name!r}: no device that it may use; allow more devices")
-    for mine, others, what in ((one.recompute, other.recompute, "be recomputed"), (one.offload, other.offload, "offload")):
-        if None not in (mine, others) and mine != others:
-            both = f"{what} by {asked('pins')} and not by {asked('forbidden')}"
+    marks, unmarked = {one.mark, other.mark} - {None}, one.unmarked | other.unmarked
+    wanted = [feature for feature in FEATURES if feature.field in marks]
+    for feature in wanted:
+        if feature.field in unmarked:
+            both = f"{feature.wanted} by {asked('pins')} and not by {asked('forbidden')}"
             raise StrategyError(f"{where}: operator {op.name!r} is to {both}, so nothing is left; drop one")
-    recompute = other.recompute if one.recompute is None else one.recompute
-    offload = other.offload if one.offload is None else one.offload
-    if recompute and offload:
-        raise StrategyError(f"{where}: operator {op.name!r} is to be recomputed and to offload what it keeps; drop one of {asked('pins')}")
+    if len(wanted) > 1:
+        both = " and to ".join(feature.wanted for feature in wanted)
+        raise StrategyError(f"{where}: operator {op.name!r} is to {both}; drop one of {asked('pins')}")
     stage, forbidden = other.stage if one.stage is None else one.stage, one.other_stages | other.other_stages
     if stage in forbidden or (other.stage is not None and other.stage != stage):
         both = f"{asked('pins')} or {asked('forbidden')}"
         raise StrategyError(f"{where}: operator {op.name!r} has another stage by {both}, so nothing is left; drop one")
     grid, whole = one.grid if one.grid is not None else other.grid, one.whole | other.whole
-    return Allowed(grid, whole, devices, recompute, offload, stage, forbidden)
+    return Allowed(grid, whole, devices, next(iter(marks), None), unmarked, stage, forbidden)
 
 
 def _check_possible(op: Operator, allowed: Allowed, device_count: int) -> None:

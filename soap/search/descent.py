@@ -26,7 +26,7 @@ from soap.search.alignment import aligned_with
 from soap.search.metropolis import Proposal, changed
 from soap.search.space import MOST_PREFETCHED, Space
 from soap.strategy.config import OpConfig, Strategy
-from soap.strategy.kept import mark_of, with_each_mark
+from soap.strategy.marks import mark_of, with_each_mark
 from soap.strategy.recomputation import LEVELS
 
 SPREADS = (0, 1, 2, 3, 4, 6, 8)
@@ -144,7 +144,7 @@ def recompute(rng: random.Random, space: Space, strategy: Strategy) -> Proposal 
     """Recompute a set of operators, or let it offload what it keeps, and half of the time the sets of their repeated layers with it, all of
     them to one extent."""
     number = rng.randrange(len(space.marks))
-    sets = space.recompute if number < len(space.recompute) else space.offload
+    sets = next(sets for sets in space.by_field.values() if space.marks[number] in sets)
     chosen = space.marks[number]
     known = {own.position for each in sets for own in each}
     alike = {own.position: set(space.group_of[own.position]) if rng.random() < 0.5 else {own.position} for own in chosen}

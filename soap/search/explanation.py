@@ -13,7 +13,7 @@ from soap.simulator.analysis.slack import slack_ns
 from soap.simulator.analysis.timeline import critical_path, path_parts_ns, resource_names
 from soap.simulator.simulate import Simulation
 from soap.strategy.config import OpConfig, Strategy, SyncConfig
-from soap.strategy.kept import mark_of, with_each_mark, with_mark
+from soap.strategy.marks import mark_of, with_each_mark, with_mark
 from soap.strategy.recomputation import RECOMPUTED, STAYS, run_levels
 
 Costs = Mapping[Activity, int]
@@ -72,7 +72,7 @@ def explain_synchronization(strategy: Strategy, evaluator: Evaluator) -> list[Sy
 @dataclass(frozen=True, slots=True)
 class Unkept:
     """Operators that do not keep on their device what their backward passes need: those of a run (``recomputation.run_levels``), and of all
-    runs that equal it in repeated layers. ``marks``: operator -> what it does instead (``strategy.kept``). ``runs``: how many runs these
+    runs that equal it in repeated layers. ``marks``: operator -> what it does instead (``strategy.marks``). ``runs``: how many runs these
     are. ``kept_ns``: the iteration's time if they, and no others, kept all; ``kept_overflow_bytes``: the memory that would then be
     missing."""
 

@@ -24,8 +24,9 @@ from soap.simulator.communication.offloading import copy_ns
 from soap.simulator.memory.footprint import kept_share
 from soap.simulator.memory.peaks import away_bytes
 from soap.strategy.config import Strategy
-from soap.strategy.kept import OFFLOADED, away, offloadable
+from soap.strategy.marks import OFFLOADED
 from soap.strategy.named import OFFLOAD_KEPT, RECOMPUTE, named, offloaded_names
+from soap.strategy.offloading import away, offloadable
 from soap.strategy.recomputation import runs_of
 
 
@@ -38,12 +39,10 @@ def with_offloading(space: Space) -> Space:
         away = (replace(sync, offload=True) for sync in choices if trained and sync.contract.offloads)
         found[name] = tuple(dict.fromkeys((*choices, *away)))
     graph = space.graph
-    able, allowed = offloadable(graph), enumerate(space.allowed)
-    pinned = {i for i, own in allowed if own is not None and (own.offload is not None or own.recompute)}
+    able = offloadable(graph)
     single = [(graph.index[name],) for name in sorted(able, key=graph.index.__getitem__)]
     runs = [tuple(graph.index[name] for name in run if name in able) for run in runs_of(graph)]
-    chosen = (tuple(Marked(i, OFFLOADED, OFFLOADED) for i in own if i not in pinned) for own in (*single, *runs))
-    return replace(space, syncs=found, offload=tuple(dict.fromkeys(own for own in chosen if own)))
+    return replace(space, syncs=found).with_sets("offload", ([Marked(i, OFFLOADED, OFFLOADED) for i in own] for own in (*single, *runs)))
 
 
 def offloading_starts(graph: OperatorGraph, topology: Topology, starts: Iterable[Start], options: SearchOptions) -> dict[str, Strategy]:

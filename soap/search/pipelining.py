@@ -26,6 +26,7 @@ from soap.search.starts import Start
 from soap.simulator.costs import CostModel
 from soap.simulator.simulate import tile_count
 from soap.strategy.config import Strategy, settled_config
+from soap.strategy.marks import FEATURES
 from soap.strategy.megatron import staged
 from soap.strategy.named import PIPELINE
 from soap.strategy.stages import chunks_of, devices_of_stages, stages_of, stages_of_chunks
@@ -153,5 +154,8 @@ def space_of(space: Space, start: Start | None) -> Space | None:
         graph, space.device_count, allowed=allowed, syncs={name: own for name, own in syncs.items() if len(own) > 1}, cut=cut,
         references=(strategy,),
     )  # fmt: skip
-    repeated = tuple(own for own in space.recompute if all(cut.may_repeat(each.position) for each in own))
-    return replace(found, recompute=repeated, offload=space.offload)
+    for feature in FEATURES:
+        sets = space.by_field.get(feature.field, ())
+        own = [each for each in sets if not feature.repeats or all(cut.may_repeat(one.position) for one in each)]
+        found = found.with_sets(feature.field, own)
+    return found

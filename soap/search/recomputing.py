@@ -6,7 +6,6 @@ A plan that fits never gains time by recomputing, so this is a part of the space
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import cast
 
 from soap.cluster.topology import DeviceType, Topology
@@ -28,13 +27,10 @@ from soap.strategy.recomputation import LIGHT, RECOMPUTED, level_at, recomputed,
 def with_recomputation(space: Space) -> Space:
     """The space in which operators may be recomputed: each that the user has not pinned by itself, and each of ``runs_of`` as a whole."""
     graph = space.graph
-    pinned = {i for i, own in enumerate(space.allowed) if own is not None and (own.recompute is not None or own.offload)}
     single = [[(op, RECOMPUTED, level_at(op, LIGHT))] for op in graph.operators if refusal(graph, op) is None]
     levels = zip(*(run_levels(graph, extent) for extent in (RECOMPUTED, LIGHT)), strict=True)
     runs = [[(graph.operators[graph.index[name]], whole[name], light[name]) for name in whole] for whole, light in levels]
-    found = (tuple(Marked(graph.index[op.name], *extents) for op, *extents in own) for own in (*single, *runs))
-    chosen = (tuple(each for each in own if each.position not in pinned) for own in found)
-    return replace(space, recompute=tuple(dict.fromkeys(own for own in chosen if own)))
+    return space.with_sets("recompute", ([Marked(graph.index[op.name], *extents) for op, *extents in own] for own in (*single, *runs)))
 
 
 def recompute_to_fit(

@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import random
 from bisect import bisect_right
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, permutations, product
 from math import fsum, inf, log, perm, prod
@@ -33,6 +33,7 @@ from soap.plan.scheduling import Orders
 from soap.search.alignment import Edge, edges_of
 from soap.search.groups import repeated_groups
 from soap.strategy.config import OpConfig, Strategy, SyncConfig, settled_config
+from soap.strategy.marks import FEATURES
 from soap.strategy.recomputation import STAYS
 
 if TYPE_CHECKING:
@@ -221,8 +222,8 @@ class OperatorSpace:
 
 
 class Marked(NamedTuple):
-    """An operator of a set that may be recomputed or offload what it keeps: its mark (``strategy.kept``) if all of the set does, and if all
-    but its products is recomputed."""
+    """An operator of a set that may have marks: its mark (``strategy.marks``) if all of the set has one to the full extent, and if all but
+    its products is recomputed."""
 
     position: int
     whole: int
@@ -238,9 +239,8 @@ class Space:
     """The space of a graph on so many devices, and the facts about the graph that the proposals need. ``references``: strategies known
     beforehand (the starts), from which informed proposals borrow. ``allowed``: by operator, what the user's constraints leave;
     operators of a group then have equal ones. ``syncs``: by parameter, the ways in which it may be synchronized, if there are several.
-    ``recompute``, ``offload``: sets of operators that may be recomputed together, or may offload together what they keep, or not
-    (``soap.search.recomputing``, ``soap.search.offloading``). ``sizes``: by operator, its factors' sizes in the smallest micro-batch, if
-    there are several."""
+    ``by_field``: of marks' fields, sets of operators that may have one together, or not (``with_sets``). ``sizes``: by operator, its
+    factors' sizes in the smallest micro-batch, if there are several."""
 
     graph: OperatorGraph
     device_count: int
@@ -250,9 +250,8 @@ class Space:
     references: tuple[Strategy, ...] = ()
     allowed: tuple[Allowed | None, ...] = ()
     syncs: Mapping[str, tuple[SyncConfig, ...]] = field(default_factory=dict)
-    recompute: tuple[tuple[Marked, ...], ...] = ()
+    by_field: Mapping[str, tuple[tuple[Marked, ...], ...]] = field(default_factory=dict)
     sizes: tuple[tuple[int, ...], ...] = ()
-    offload: tuple[tuple[Marked, ...], ...] = ()
 
     def allows(self, position: int, config: OpConfig) -> bool:
         """Whether an operator may have this configuration: micro-batches are large enough, the user's constraints allow it, and if there is
@@ -265,10 +264,16 @@ class Space:
         allowed = self.allowed[position] if self.allowed else None
         return allowed is None or allowed.allows(config)
 
-    @property
+    @cached_property
     def marks(self) -> tuple[tuple[Marked, ...], ...]:
         """All sets of operators whose marks may change."""
-        return self.recompute + self.offload
+        return tuple(own for feature in FEATURES for own in self.by_field.get(feature.field, ()))
+
+    def with_sets(self, field: str, sets: Iterable[Sequence[Marked]]) -> Space:
+        """The space in which these sets may have marks of a field, as far as the user's constraints leave it open."""
+        closed = {i for i, own in enumerate(self.allowed) if own is not None and not own.leaves(field)}
+        chosen = (tuple(each for each in own if each.position not in closed) for own in sets)
+        return replace(self, by_field={**self.by_field, field: tuple(dict.fromkeys(own for own in chosen if own))})
 
     @cached_property
     def gathers(self) -> bool:

@@ -27,7 +27,7 @@ MOST_ON_A_LINE = 5
 
 
 class Step(NamedTuple):
-    """A run gets this mark (``strategy.kept``): what that saves and costs beyond the step before it, on the device where it is most."""
+    """A run gets this mark (``strategy.marks``): what that saves and costs beyond the step before it, on the device where it is most."""
 
     run: int
     mark: int

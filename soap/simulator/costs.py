@@ -5,13 +5,14 @@ A cost model does not price communication: its cost follows from the topology al
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import ceil
 from typing import Literal, Protocol, runtime_checkable
 
 from soap.cluster.topology import DeviceType
 from soap.model.graph import OperatorGraph
 from soap.plan.compression.seam import Layout, Work
+from soap.plan.marks.seam import Takes
 from soap.plan.tiling import Tile
 from soap.strategy.compression import Compression
 from soap.strategy.division import Half
@@ -66,6 +67,14 @@ def light_ns(costs: CostModel, graph: OperatorGraph, tile: Tile, device: DeviceT
         return costs.forward_ns(graph, tile, device)
     known: Callable[..., int] = getattr(costs, "light_ns", costs.forward_ns)
     return known(graph, tile, device)
+
+
+def _forward_ns(costs: CostModel, graph: OperatorGraph, tile: Tile, device: DeviceType) -> int:
+    return costs.forward_ns(graph, tile, device)
+
+
+ROW_NS: Mapping[Takes, Callable[[CostModel, OperatorGraph, Tile, DeviceType], int]] = {Takes.PASS: _forward_ns, Takes.LIGHT: light_ns}
+"""What rows of marks take of a tile's device."""
 
 
 def half_ns(costs: CostModel, graph: OperatorGraph, tile: Tile, device: DeviceType, half: Half) -> int:

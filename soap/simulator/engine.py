@@ -42,7 +42,7 @@ from soap.simulator.engine_tables import EngineTables
 from soap.simulator.shared import Shared
 from soap.simulator.tasks import UNNUMBERED, unnumbered
 from soap.strategy.config import NOTHING, OpConfig, Strategy, SyncConfig, check_config, check_parts
-from soap.strategy.kept import mark_of, require_kept, with_mark
+from soap.strategy.marks import mark_of, require_allowed, with_mark
 from soap.strategy.shares import Shares
 from soap.strategy.stages import require_stages
 
@@ -211,7 +211,7 @@ class Engine:
         positions = [self.graph.index[name] for name in operators]
         for position, config in zip(positions, operators.values(), strict=True):
             check_config(self.graph.operators[position], config, self.topology.device_count)
-            require_kept(self.graph, self.graph.operators[position], config)
+            require_allowed(self.graph, self.graph.operators[position], config)
             check_parts(self.variants.micro_batches, position, config)
         if self._loaded.stages:
             require_stages(self.graph, self._loaded.stages, self._loaded.schedule, {**self.strategy.operators, **operators})

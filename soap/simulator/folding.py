@@ -51,6 +51,7 @@ from soap.cluster.topology import Device, Host, Topology
 from soap.model.graph import OperatorGraph
 from soap.plan.compression.training import PLAIN, PlannedTraining
 from soap.plan.copies import LEFT, Copies, UnfoldableError, candidates, find_copies
+from soap.plan.marks.seam import kept_on_hosts
 from soap.plan.plan import Plan
 from soap.plan.planning import PlanBuilder
 from soap.plan.syncs.represented import Represented
@@ -174,7 +175,7 @@ def fold(
             return sync.contract.folding or "optimizer states are offloaded"
         if sync.contract.owned_in_parts and sync.within != "none":
             return "each host has a copy in parts"
-    if any(config.offload for config in strategy.operators.values()):
+    if kept_on_hosts(strategy):
         return "what operators keep is offloaded"
     if topology.ports:
         return "communication costs the devices CPU overhead"

@@ -34,6 +34,7 @@ from soap.cluster.topology import Topology
 from soap.model.regions import Box
 from soap.plan.delivery import box_bytes, exchange_rounds, partial_bytes, reduced_tensor, scatter_rounds
 from soap.plan.division import weights_name
+from soap.plan.marks.seam import Row, Takes
 from soap.plan.pass_order import Pass
 from soap.plan.places import PlanPlaces
 from soap.plan.plan import (
@@ -48,17 +49,17 @@ from soap.plan.plan import (
     exchange_name,
     forward_name,
     message_name,
-    recompute_name,
     reduce_name,
     remote_parts,
+    tile_task_name,
 )
 from soap.plan.planning import PlanBuilder, build_plan
 from soap.plan.samples import COUNT_BYTES, count_name
 from soap.plan.tiling import Tile
 from soap.simulator.communication.prices import Communication
 from soap.simulator.communication.synchronizing import Synchronization
-from soap.simulator.costs import CostModel, half_ns, launch_ns, light_ns
-from soap.simulator.second_runs import AGAIN, Need, SecondRuns
+from soap.simulator.costs import ROW_NS, CostModel, half_ns, launch_ns
+from soap.simulator.second_runs import Need, SecondRuns
 from soap.simulator.task_list import BACKWARD, COUNT, FORWARD, WEIGHTS, TaskList
 from soap.simulator.tasks import GRADIENTS, TaskGraph, TaskKind, TaskPlaces
 
@@ -89,12 +90,11 @@ def lower(
 
 NAMES = {
     TaskKind.FORWARD: forward_name,
-    TaskKind.RECOMPUTE: recompute_name,
     TaskKind.BACKWARD: backward_name,
     TaskKind.WEIGHTS: weights_name,
 }
-"""Names of a tile's passes."""
-STAGES = {TaskKind.FORWARD: 1, TaskKind.RECOMPUTE: AGAIN, TaskKind.BACKWARD: 1, TaskKind.WEIGHTS: WEIGHTS}
+"""Names of a tile's passes, but for second runs."""
+STAGES = {TaskKind.FORWARD: 1, TaskKind.BACKWARD: 1, TaskKind.WEIGHTS: WEIGHTS}
 """Their stages, the third part of a task's id."""
 
 
@@ -120,7 +120,7 @@ class _Lowering:
         self._arrivals: list[list[int]] = [[] for _ in plan.tiles]
         self._arrivals_back: dict[int, list[int]] = {}
         self._index = PlanPlaces(plan)
-        self._second = SecondRuns(plan, tasks, self.backward_tasks, lambda tile, after: self._compute(tile, TaskKind.RECOMPUTE, after))
+        self._second = SecondRuns(plan, tasks, self.backward_tasks, self._compute_again, self._row_ns)
 
     def forward(self, pulled: Iterable[tuple[int, int]], gather: Gathering) -> None:
         """Transfers, tiles and reductions, operator by operator. ``pulled``: (tile, a task that brings what it reads of parameters)."""
@@ -176,10 +176,9 @@ class _Lowering:
 
     def places(self, order: Sequence[int]) -> TaskPlaces:
         """Which task is for what. ``order``: by task, where it is in the end."""
-        own, sums = self._second, self._sums
-        needs = {tile: need.task for tile, need in own.needs.items()}
-        found: tuple[Mapping[Any, int], ...] = (needs, own.away, own.back, self._brought, self._returned, *sums)
-        return TaskPlaces(*({key: order[task] for key, task in each.items()} for each in found))
+        found: tuple[Mapping[Any, int], ...] = (self._brought, self._returned, *self._sums)
+        places = ({key: order[task] for key, task in each.items()} for each in found)
+        return TaskPlaces(*places, {name: {tile: order[task] for tile, task in own.items()} for name, own in self._second.rows.items()})
 
     def _backward_tiles(self, position: int) -> None:
         arrivals: dict[int, list[int]] = {}
@@ -282,17 +281,24 @@ class _Lowering:
         name = message_name(self.plan, carrier, gradient=gradient)
         return self._list.message(place, name, TaskKind.TRANSFER, source, target, size, after)
 
-    def _compute(self, tile: Tile, kind: TaskKind, after: Iterable[int]) -> int:
+    def _row_ns(self, tile: Tile, takes: Takes) -> int:
+        device = self._list.topology.devices[tile.device].type
+        return ROW_NS[takes](self.costs, self.plan.graph, self.plan.as_run(tile), device)
+
+    def _compute_again(self, tile: Tile, row: Row, after: Iterable[int]) -> int:
+        return self._compute(tile, TaskKind.RECOMPUTE, after, row)
+
+    def _compute(self, tile: Tile, kind: TaskKind, after: Iterable[int], row: Row | None = None) -> int:
         graph, device, asked = self.plan.graph, self._list.topology.devices[tile.device].type, self.plan.as_run(tile)
         gradient = kind in GRADIENTS
-        if kind is TaskKind.RECOMPUTE and tile.operator in self.plan.light_operators:
-            duration = light_ns(self.costs, graph, asked, device)
-        elif gradient and tile.operator in self.plan.divided:
+        if gradient and tile.operator in self.plan.divided:
             duration = half_ns(self.costs, graph, asked, device, "I" if kind is TaskKind.BACKWARD else "W")
         else:
-            duration = (self.costs.backward_ns if gradient else self.costs.forward_ns)(graph, asked, device)
-        name = NAMES[kind](self.plan.operator(tile), tile)
-        place = self._id(tile.operator, STAGES[kind], tile.index, gradient=kind is not TaskKind.FORWARD)
+            takes = Takes.PASS if row is None else row.takes
+            duration = self.costs.backward_ns(graph, asked, device) if gradient else self._row_ns(tile, takes)
+        op = self.plan.operator(tile)
+        name, stage = (tile_task_name(row.verb, op, tile), row.stage) if row is not None else (NAMES[kind](op, tile), STAGES[kind])
+        place = self._id(tile.operator, stage, tile.index, gradient=kind is not TaskKind.FORWARD)
         launch = launch_ns(self.costs, graph, asked, device, backward=gradient)
         return self._list.add(place, name, kind, (tile.device,), duration, after, tile=self._place(tile), launch_ns=launch)
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
 from soap.plan.compression.training import PLAIN, PlannedTraining
+from soap.plan.marks.seam import kept_on_hosts
 from soap.plan.plan import Plan
 from soap.plan.syncs.clipping import refusal
 from soap.simulator.analysis.rich_display import simulation_html
@@ -397,8 +398,7 @@ def is_planned(strategy: Strategy) -> bool:
     micro-batches, that takes minutes and gigabytes: then the compiled bound decides (``MemoryBound.expected_bytes``), unless hosts keep
     something, which it does not count."""
     on_hosts = any(sync.contract.has_servers or sync.offload for sync in strategy.parameters.values())
-    on_hosts |= any(config.offload for config in strategy.operators.values())
-    return on_hosts or tile_count(strategy) <= MOST_PLANNED_TILES
+    return on_hosts or kept_on_hosts(strategy) or tile_count(strategy) <= MOST_PLANNED_TILES
 
 
 def is_large(strategy: Strategy) -> bool:

@@ -117,17 +117,14 @@ Places = Mapping[int, int]
 
 @dataclass(frozen=True)
 class TaskPlaces:
-    """Which task is for what, beside passes, which know their tiles. By tile, ``need``: from when on its second run, or the copy
-    ``back``, is needed; ``away``: the copy to its host. By a carrier's first part, ``brought``: its task, ``returned``: that of the
-    gradients. By reduction, ``summed``, ``summed_back``."""
+    """Which task is for what, beside passes, which know their tiles. By a carrier's first part, ``brought``: its task, ``returned``: that
+    of the gradients. By reduction, ``summed``, ``summed_back``. ``rows``: of marks (``plan.marks``), by name those of tiles."""
 
-    need: Places = field(default_factory=dict)
-    away: Places = field(default_factory=dict)
-    back: Places = field(default_factory=dict)
     brought: Mapping[Part, int] = field(default_factory=dict)
     returned: Mapping[Part, int] = field(default_factory=dict)
     summed: Places = field(default_factory=dict)
     summed_back: Places = field(default_factory=dict)
+    rows: Mapping[str, Places] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

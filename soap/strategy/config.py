@@ -18,8 +18,8 @@ from soap.model.regions import proportional
 from soap.schedules.named import parse
 from soap.strategy import consistency as consistencies
 from soap.strategy.compression import COMPRESSIONS, Compression
-from soap.strategy.kept import require_kept
-from soap.strategy.recomputation import LEVELS, STAYS
+from soap.strategy.marks import MARKS, mark_of, require_allowed, require_one, with_value
+from soap.strategy.recomputation import STAYS
 from soap.strategy.shares import Shares, lowest_terms, weights_of
 from soap.strategy.stages import require_numbers, require_stages
 from soap.strategy.sync_contracts import COMPRESSED, MAX_PREFETCH, METHODS, Contract, Owner, Residence, Within, find_contract
@@ -36,7 +36,7 @@ class OpConfig:
     (``LIGHT``, ``soap.strategy.recomputation``). ``offload``: what it keeps for its backward pass is in its host's memory until then
     (``soap.plan.offloading``). ``shares``: for each factor that is split, in order, whole numbers in whose proportion its parts are
     (``regions.proportional``), () for equal parts; nothing at all if all are equal. They are kept in lowest terms. StrategyError if these
-    do not agree, or both marks are asked for.
+    do not agree, or several marks are asked for.
     """
 
     degrees: tuple[int, ...]
@@ -56,17 +56,18 @@ class OpConfig:
             )
         if min(self.devices) < 0:
             raise StrategyError(f"devices {self.devices}: expected non-negative device numbers")
-        if self.recompute not in LEVELS:
-            raise StrategyError(f"recompute {self.recompute!r}: expected one of {', '.join(map(str, LEVELS))}")
         if self.shares:
             object.__setattr__(self, "shares", lowest_terms(self.degrees, self.shares))
-        if self.recompute and self.offload:
-            raise StrategyError("recompute with offload: what is made again is not kept, so nothing is left to offload; expected one")
+        require_one(self)
 
     @property
     def weights(self) -> Shares:
         """For each factor the numbers in whose proportion its parts are, one for each part."""
         return weights_of(self.degrees, self.shares)
+
+    def marked(self, field: str, value: object) -> Self:
+        """A copy with this value of a mark's field; if that is not the default, without any other mark."""
+        return with_value(self, field, value)
 
     def placed(self, degrees: tuple[int, ...], devices: tuple[int, ...], replicas: int = 1, shares: Shares = ()) -> Self:
         """A copy with these degrees, devices, replicas and shares; other fields stay. Returns itself if nothing changes."""
@@ -246,7 +247,7 @@ class Strategy:
             )
         for op in graph.operators:
             check_config(op, self.operators[op.name], device_count, empty_tiles=empty_tiles)
-            require_kept(graph, op, self.operators[op.name])
+            require_allowed(graph, op, self.operators[op.name])
         known = {t.name for t in graph.parameters}
         for name, sync in self.parameters.items():
             if name not in known:
@@ -328,10 +329,11 @@ def _require_no_empty(op: Operator, config: OpConfig) -> None:
 def check_parts(cut: MicroBatches, position: int, config: OpConfig) -> None:
     """Raise StrategyError if micro-batches do not allow the configuration of the operator at ``position``."""
     factor, op = cut.factors[position], cut.graph.operators[position]
-    if config.recompute and not cut.may_repeat(position):
+    feature = MARKS[mark_of(config)].feature
+    if feature is not None and feature.repeats and not cut.may_repeat(position):
         raise StrategyError(
-            f"operator {op.name!r} needs all of {cut.count} micro-batches at once, or runs once for all of them; expected it not to be "
-            "recomputed, or 1 micro-batch"
+            f"operator {op.name!r} needs all of {cut.count} micro-batches at once, or runs once for all of them; expected it not to "
+            f"{feature.wanted}, or 1 micro-batch"
         )
     if factor is not None and config.shares and any(a == b for own in cut.pieces(position, factor, config.weights[factor]) for a, b in own):
         raise StrategyError(

@@ -18,8 +18,8 @@ from soap.strategy.classical import CLASSICAL, NAMED, SYNCHRONIZED, hybrid
 from soap.strategy.config import Strategy
 from soap.strategy.consistency import ASYNC, BOUNDED, parse
 from soap.strategy.grids import tensor_parallel_width
-from soap.strategy.kept import away
 from soap.strategy.megatron import three_dimensional
+from soap.strategy.offloading import away
 from soap.strategy.ralp import RALP
 from soap.strategy.recomputation import in_micro_batches, recomputed, selectively_recomputed
 from soap.strategy.served import SERVED

@@ -17,7 +17,6 @@ from itertools import accumulate, pairwise
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from soap.errors import StrategyError
 from soap.model.batch import MicroBatches
 from soap.model.graph import KEEP_STATE, NEXT_STATE, RECURRENT_KINDS, Operator, OperatorGraph
 from soap.model.layers import layers_of
@@ -77,13 +76,6 @@ def refusal(graph: OperatorGraph, op: Operator) -> str | None:
 def repeatable(graph: OperatorGraph) -> frozenset[str]:
     """The names of the operators that may be recomputed."""
     return frozenset(op.name for op in graph.operators if refusal(graph, op) is None)
-
-
-def require_repeatable(graph: OperatorGraph, op: Operator, recompute: int) -> None:
-    """StrategyError if an operator is to be recomputed that must not be."""
-    why = refusal(graph, op) if recompute else None
-    if why is not None:
-        raise StrategyError(f"operator {op.name!r} is marked to be recomputed, but {why}; expected recompute false")
 
 
 def runs_of(graph: OperatorGraph) -> tuple[tuple[str, ...], ...]:
@@ -231,9 +223,8 @@ def with_marks(strategy: Strategy, names: Iterable[str], recompute: int) -> Stra
 
 
 def with_levels(strategy: Strategy, levels: Mapping[str, int]) -> Strategy:
-    """The strategy in which these operators are recomputed so. Those that are do not offload what they keep."""
-    own = ((name, strategy.operators[name], level) for name, level in levels.items())
-    return strategy.with_changes({name: replace(c, recompute=level, offload=c.offload and level == STAYS) for name, c, level in own})
+    """The strategy in which these operators are recomputed so. Those that are have no other mark."""
+    return strategy.with_changes({name: strategy.operators[name].marked("recompute", level) for name, level in levels.items()})
 
 
 def in_micro_batches(graph: OperatorGraph, strategy: Strategy, count: int) -> Strategy:

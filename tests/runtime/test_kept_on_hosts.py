@@ -20,7 +20,7 @@ from soap.simulator.memory.peaks import away_bytes
 from soap.simulator.tasks import TaskKind
 from soap.strategy.classical import CLASSICAL
 from soap.strategy.config import Strategy
-from soap.strategy.kept import away, offloadable, with_offload
+from soap.strategy.offloading import away, offloadable, with_offload
 from soap.zoo import names
 from tests.extent import FEW, often
 from tests.micro_batches import in_micro_batches

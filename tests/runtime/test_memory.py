@@ -35,7 +35,8 @@ from soap.runtime.sync.shards import keep_memory
 from soap.runtime.trainer import Trainer
 from soap.simulator.reference import execution_order
 from soap.strategy.config import Strategy
-from soap.strategy.kept import OFFLOADED, away, offloadable, with_each_mark, with_offload
+from soap.strategy.marks import OFFLOADED, with_each_mark
+from soap.strategy.offloading import away, offloadable, with_offload
 from soap.strategy.recomputation import LIGHT, RECOMPUTED, level_at, recomputed, refusal, repeatable, with_levels
 from soap.zoo.gpt import GPT, GPTConfig
 from tests.extent import often, rows_often

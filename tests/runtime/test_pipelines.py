@@ -16,7 +16,7 @@ from soap.model.graph import OperatorGraph, TensorKind
 from soap.plan.planning import build_plan
 from soap.runtime.trainer import Trainer
 from soap.strategy.config import Strategy
-from soap.strategy.kept import offloadable, with_offload
+from soap.strategy.offloading import offloadable, with_offload
 from soap.strategy.recomputation import recomputed
 from soap.strategy.sync import SHARDED, SHARDED_STATE
 from soap.tracing.export import export_model

@@ -75,7 +75,7 @@ def prepared(program: Program, rank: int) -> Iterator[object]:
     """The rank's tiles, made ready to run, without numbers."""
     tiles = PreparedTiles(program, ShardStore(program.plan, rank), rank, lambda _: torch.float64).tiles.values()
     for tile in tiles:
-        yield tile.name, tile.tile, tile.active, tile.again, tile.offloads, tile.empty, tile.made, tile.light
+        yield tile.name, tile.tile, tile.active, tile.again, tile.mark, tile.empty, tile.made, tile.light
         yield [(own.tensor, own.box, own.empty, own.part, _fetched(own.fetch)) for own in tile.inputs], tile.parameters, tile.rows
         yield [(own.output, own.read, own.kept, own.takes_gradient, own.late, own.answered, own.seed) for own in tile.held]
         yield [(own.output, own.answered, own.seed) for own in tile.summands], tile.gathered, tile.needs, tile.frees

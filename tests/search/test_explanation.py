@@ -14,7 +14,8 @@ from soap.simulator.simulate import Simulator
 from soap.simulator.tasks import TaskKind
 from soap.strategy.classical import CLASSICAL, random_strategy
 from soap.strategy.config import OpConfig, Strategy
-from soap.strategy.kept import OFFLOADED, offloadable, with_each_mark
+from soap.strategy.marks import OFFLOADED, with_each_mark
+from soap.strategy.offloading import offloadable
 from soap.strategy.recomputation import RECOMPUTED, STAYS, run_levels, runs_of
 from tests.extent import FEW
 from tests.graph_builder import mlp, transformer

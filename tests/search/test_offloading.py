@@ -26,8 +26,9 @@ from soap.simulator.incremental import IncrementalSimulator
 from soap.simulator.lowering import build_plan
 from soap.simulator.simulate import Simulator
 from soap.strategy.classical import data_parallel
-from soap.strategy.kept import OFFLOADED, away, mark_of, offloadable, with_offload
+from soap.strategy.marks import OFFLOADED, mark_of
 from soap.strategy.named import named, offloaded_names, saving_names
+from soap.strategy.offloading import away, offloadable, with_offload
 from soap.strategy.recomputation import LIGHT, RECOMPUTED, STAYS, runs_of, with_marks
 from soap.strategy.sync import ALL_REDUCE, SHARDED, SHARDED_STATE, SPARSE_ALL_GATHER
 from tests.graph_builder import GraphBuilder, mlp
@@ -88,7 +89,7 @@ def test_frozen_parameters_are_gathered_but_have_nothing_to_offload() -> None:
 def test_moves_mark_sets_of_operators_that_have_no_other_mark() -> None:
     """In chains and in descents: what is recomputed is not offloaded, and the other way round."""
     space, draw, topology = with_offloading(with_recomputation(build_space(GRAPH, 2))), random.Random(3), gpus(2**40)
-    assert {GRAPH.operators[each.position].name for own in space.offload for each in own} == offloadable(GRAPH)
+    assert {GRAPH.operators[each.position].name for own in space.by_field["offload"] for each in own} == offloadable(GRAPH)
     usual = data_parallel(GRAPH, topology)
     made = [own.strategy for own in (recompute(draw, space, usual) for _ in range(80)) if own is not None]
     kinds = {mark_of(config) for own in made for config in own.operators.values()}
@@ -109,11 +110,12 @@ def test_pins_mark_and_unmark() -> None:
     usual = data_parallel(GRAPH, gpus(2**40))
     inside = brought_inside(space, with_marks(with_offload(usual, [names[1]], True), [names[0]], True))
     assert inside == with_offload(usual, [names[0]], True)
-    assert not {names[0], names[1]} & {GRAPH.operators[each.position].name for own in with_offloading(space).offload for each in own}
-    assert names[0] not in {GRAPH.operators[each.position].name for own in with_recomputation(space).recompute for each in own}
+    sets = (with_offloading(space).by_field["offload"], with_recomputation(space).by_field["recompute"])
+    found, again = ({GRAPH.operators[each.position].name for own in each_set for each in own} for each_set in sets)
+    assert not {names[0], names[1]} & found and names[0] not in again
     for pins, told in (
         ([(names[0], "offload"), (names[0], "recompute")], "is to be recomputed and to offload what it keeps"),
-        ([(names[0], "offload,recompute")], "nothing is left to offload"),
+        ([(names[0], "offload,recompute")], "has one mark at most"),
     ):
         with pytest.raises(StrategyError, match=told):
             parse(GRAPH, 2, pins, [])

@@ -207,5 +207,5 @@ def test_pins_mark_and_unmark() -> None:
     space = build_space(GRAPH, 2, allowed=parse(GRAPH, 2, [("*.up", "recompute"), ("1.act", "b:2,recompute")], [("*.down", "recompute")]))
     inside = brought_inside(space, recomputed(GRAPH, data_parallel(GRAPH, AMPLE), ["0.down", "2.act"]))
     assert marks(inside) == {*(f"{i}.up" for i in range(LAYERS)), "1.act", "2.act"}
-    toggled = {GRAPH.operators[each.position].name for own in with_recomputation(space).recompute for each in own}
+    toggled = {GRAPH.operators[each.position].name for own in with_recomputation(space).by_field["recompute"] for each in own}
     assert toggled == {*(f"{i}.act" for i in range(LAYERS) if i != 1), "mean"}

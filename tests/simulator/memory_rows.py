@@ -46,8 +46,10 @@ def arrays_and_spans(own: TaskSpans) -> tuple[PlanArrays, Spans]:
 
     fields: dict[str, np.ndarray] = {}
     by_tile = {"forward": own.forward, "backward": own.backward, "weights": own.weights, "again": own.second}
-    for name, spans in (by_tile | {"away": own.away, "back": own.back}).items():
+    for name, spans in by_tile.items():
         fields |= both(name, [spans.get(tile) for tile in tiles])
+    away, back = ([spans.get(tile, (NEVER, NEVER)) for tile in tiles] for spans in (own.away, own.back))
+    gone, come = (np.array(spans, np.int64).reshape(-1, 2).T for spans in (away, back))
     parts = []
     for pattern, number in zip(arrays.carriers.pattern.tolist(), arrays.carriers.number.tolist(), strict=True):
         parts.append((plan.messages[number] if pattern == 0 else plan.exchanges[number]).parts[0])
@@ -63,6 +65,9 @@ def arrays_and_spans(own: TaskSpans) -> tuple[PlanArrays, Spans]:
         begun=np.array([own.begun.get(own.segment[tile], NEVER) for tile in tiles], np.int64),
         light=np.array([tile in own.recomputation.light for tile in tiles], np.bool_),
         unread=np.array([tile in own.unread for tile in tiles], np.bool_),
+        let_go=gone[1],
+        rows_start={"away": gone[0], "need": come[0]},
+        rows_end={"away": gone[1], "back": come[1]},
         named=own.named,
         ready=own.ready,
         **fields,

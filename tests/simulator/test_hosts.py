@@ -24,7 +24,7 @@ from soap.simulator.memory.parameters import exchanged_bytes, kept_parameters
 from soap.simulator.simulate import Simulator
 from soap.strategy.classical import data_parallel
 from soap.strategy.config import Strategy
-from soap.strategy.kept import with_offload
+from soap.strategy.offloading import with_offload
 from soap.strategy.sync import parameter_server, synchronized
 from tests.extent import MANY
 from tests.graph_builder import mlp

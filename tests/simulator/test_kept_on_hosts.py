@@ -12,7 +12,8 @@ from soap.cluster.host_links import host_link
 from soap.cluster.topology import Topology
 from soap.errors import StrategyError
 from soap.model.graph import OperatorGraph
-from soap.plan.offloading import come_back_with, kept_from_host_name, kept_to_host_name
+from soap.plan.marks.offload import AWAY, BACK, come_back_with
+from soap.plan.plan import tile_task_name
 from soap.simulator.folding import fold
 from soap.simulator.lowering import build_plan, lower
 from soap.simulator.memory.hosts import host_use
@@ -21,7 +22,7 @@ from soap.simulator.memory.sweep import memory_over_time
 from soap.simulator.reference import simulate
 from soap.simulator.tasks import TaskGraph, TaskKind
 from soap.strategy.config import OpConfig, Strategy
-from soap.strategy.kept import away, offloadable, with_offload
+from soap.strategy.offloading import away, offloadable, with_offload
 from soap.strategy.recomputation import LIGHT, RECOMPUTED, with_marks
 from tests.graph_builder import GraphBuilder, transformer
 from tests.simulator.examples import PointCosts, batch_split, by_name, chain, finish, on, predecessors, strategy
@@ -158,7 +159,7 @@ def test_every_tile_with_a_backward_pass_has_what_it_keeps_back_before_it(case: 
     assert first.keys() == own
     for tile in own:
         op = plan.operator(plan.tiles[tile])
-        down, up = times[kept_to_host_name(op, plan.tiles[tile])], times[kept_from_host_name(op, plan.tiles[tile])]
+        down, up = times[tile_task_name(AWAY.verb, op, plan.tiles[tile])], times[tile_task_name(BACK.verb, op, plan.tiles[tile])]
         assert times[names[TaskKind.FORWARD, tile]][1] <= down[0] and down[1] <= up[0]
         assert up[1] <= times[names[TaskKind.BACKWARD, tile]][0]
         assert plan.tiles[first[tile]].device == plan.tiles[tile].device and first[tile] >= tile

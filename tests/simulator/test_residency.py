@@ -13,6 +13,7 @@ from soap.cluster.topology import Topology
 from soap.model.graph import Footprint, OperatorGraph
 from soap.model.regions import Box, lengths
 from soap.plan.delivery import box_bytes
+from soap.plan.marks.seam import NOTHING
 from soap.plan.memory_kinds import ALLOWANCE, MemoryKind
 from soap.plan.syncs import large_parts
 from soap.plan.syncs.parameter_server import METHOD
@@ -310,7 +311,7 @@ def lives_of(tasks: TaskGraph, schedule: Schedule) -> dict[int, list[tuple[int, 
     for tile, own in runs.items():
         first, again, end = own[TaskKind.FORWARD], own.get(TaskKind.RECOMPUTE), max(stop for _, stop in own.values())
         lives[tile] = [(first[0], end)] if again is None else [first, (again[0], end)]
-        if tasks.plan.tiles[tile].operator in tasks.plan.offloading_operators and TaskKind.BACKWARD in own:
+        if tasks.plan.marked.get(tasks.plan.tiles[tile].operator, NOTHING).kept_until and TaskKind.BACKWARD in own:
             lives[tile] = [first]
     return lives
 

@@ -16,6 +16,7 @@ from soap.model.graph import KEEP_STATE, NEXT_STATE, OperatorGraph, TensorKind
 from soap.model.regions import Interval, balanced
 from soap.strategy.config import Strategy
 from soap.strategy.consistency import parse
+from soap.strategy.marks import MARKS, mark_of
 
 
 @dataclass(frozen=True)
@@ -181,5 +182,5 @@ def _require_plain(strategy: Strategy, graph: OperatorGraph) -> None:
             raise StrategyError(
                 f"operator {op.name!r} hands a state from step to step; expected none (batch norm may be there): minibatches overlap"
             )
-        if config.recompute or config.offload:
-            raise StrategyError(f"operator {op.name!r} is marked to be recomputed or to offload what it keeps; expected neither in workers")
+        if (feature := MARKS[mark_of(config)].feature) is not None:
+            raise StrategyError(f"operator {op.name!r} is marked to {feature.wanted}; expected no mark in workers")

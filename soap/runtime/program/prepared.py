@@ -24,11 +24,13 @@ from soap.plan.running.activity import ValueKey
 from soap.plan.samples import Samples
 from soap.plan.tiling import Tile
 from soap.runtime.comm.packing import cut
+from soap.runtime.marks import ON_RANKS
 from soap.runtime.program.actions import Action, ActionKind, part_of
 from soap.runtime.program.program import Program
 from soap.runtime.program.sync_actions import uses_of_gathered
 from soap.runtime.sync.roles import pieces_read
 from soap.runtime.sync.shards import Region, ShardStore
+from soap.strategy.marks import MARKS, mark_of
 from soap.tracing.calls import TileContext
 from soap.tracing.execute import TracedModel
 from soap.tracing.types import partial_dtype
@@ -135,7 +137,8 @@ class Summand:
 
 @dataclass(slots=True)
 class PreparedTile:
-    """One tile of this rank. ``again``: it is recomputed; ``light``: but for its products. ``offloads``: its host keeps what it keeps.
+    """One tile of this rank. ``again``: it is recomputed; ``light``: but for its products. ``mark``: the field of its mark, if ranks do
+    something for that, else empty.
     ``empty``: it has no samples to compute. ``made``: expected shape and dtype of each output. ``rows``: parameters that it reads by sparse
     lookups. ``leaves``: the fetches that it reads. ``gathered``: pieces that it reads of values which are gathered for their uses.
     ``needs``, ``frees``: synchronizations of which it is the rank's first, or last, to read such values.
@@ -150,7 +153,7 @@ class PreparedTile:
     segment: int
     active: bool
     again: bool
-    offloads: bool
+    mark: str
     empty: bool
     inputs: tuple[Source, ...]
     parameters: tuple[Parameter, ...]
@@ -206,6 +209,7 @@ class PreparedTiles:
     def _prepare(self, number: int) -> PreparedTile:
         program, tile = self._program, self._plan.tiles[number]
         op = self._plan.operator(tile)
+        mark = MARKS[mark_of(self._plan.strategy.operators[op.name])].field
         fetches = [program.index.fetch_of.get((number, k)) for k in range(len(op.inputs))]
         return PreparedTile(
             number,
@@ -215,7 +219,7 @@ class PreparedTiles:
             program.segment_of[number],
             number in program.activity.tiles,
             number in program.recomputed,
-            number in program.come_back_with,
+            mark if number in program.activity.tiles and mark in ON_RANKS else "",
             not tile.size,
             tuple(self._source(number, k) for k in range(len(op.inputs))),
             tuple(self._parameter(number, k) for k in range(len(op.parameters))),
@@ -406,7 +410,8 @@ def _is_pure(program: Program, model: TracedModel, tile: int) -> bool:
     """Whether a tile depends on its operands alone, runs once a step in one shape, keeps what it keeps, and goes backward at once."""
     own = program.plan.tiles[tile]
     is_there = own.size > 0 and all(volume(box) > 0 for box in (*own.inputs, *own.parameters, *own.outputs))
-    apart = tile in program.looking_up or tile in program.recomputed or tile in program.come_back_with or is_divided(program.plan, tile)
+    marked = own.operator in program.plan.marked and tile in program.activity.tiles
+    apart = tile in program.looking_up or marked or is_divided(program.plan, tile)
     return is_there and not apart and model.is_pure(own.operator)
 
 

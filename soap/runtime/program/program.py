@@ -24,7 +24,7 @@ from functools import cached_property
 
 from soap.plan.delivery import reduced_tensor
 from soap.plan.division import weights_name
-from soap.plan.offloading import come_back_with
+from soap.plan.marks.offload import come_back_with
 from soap.plan.plan import (
     Plan,
     backward_name,

@@ -7,7 +7,7 @@ A recomputed segment runs twice: first without autograd, so that it keeps nothin
 needs it, from the same leaves, with the same random numbers. It notes statistics only the first time. ``light`` tiles keep their
 outputs, and do not compute their products again (``KeptProducts``).
 
-What autograd keeps for an offloading tile goes to the host (``kept_on_host``).
+What ranks do for other marks is in ``runtime.marks``.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from soap.plan.plan import Part as MessagePart
 from soap.plan.running.activity import ValueKey
 from soap.runtime.comm.packing import are_adjacent, assemble, cut
 from soap.runtime.comm.redistribute import Pending
+from soap.runtime.marks.seam import OnRank
 from soap.runtime.program.actions import ActionKind
 from soap.runtime.program.prepared import Fetched, Outputs, Parameter, Part, Piece, PreparedTile, PreparedTiles, Source, StepInputs, Unit
 from soap.runtime.step.gradients import Gradients
-from soap.runtime.step.kept_on_host import KeptOnHost
 from soap.runtime.step.state import Output, StepState, leaf
 from soap.runtime.sync.look_ups import Asked, LookUps, rows_for
 from soap.runtime.sync.shards import ShardStore
@@ -52,13 +52,13 @@ class ForwardPass:
         context: TileContext,
         look_ups: LookUps,
         gradients: Gradients,
-        on_host: KeptOnHost,
+        marks: Mapping[str, OnRank],
         units: Mapping[int, Unit] | None = None,
     ) -> None:
         self.state, self.program, self.plan = state, state.program, state.plan
         self.model, self.shards, self.given = model, shards, given
         self.context = context
-        self._prepared, self._on_host = prepared, on_host
+        self._prepared, self._marks = prepared, marks
         self._units = units or {}
         self._look_ups, self._by_rows = look_ups, gradients.by_rows
         self._sync_context, self._values = gradients.context, gradients
@@ -130,8 +130,8 @@ class ForwardPass:
             return self._look_up(tile)
         inputs = [self._input(source) for source in tile.inputs]
         parameters = [self._parameter(parameter) for parameter in tile.parameters]
-        if tile.offloads:
-            return self._run_offloading(tile, inputs, parameters)
+        if tile.mark:
+            return self._run_marked(tile, inputs, parameters)
         if tile.light:
             run = self._products.second if self._second else self._products.first
             return run(tile, inputs, lambda given: self.model.run_tile(tile.tile, given, parameters, self.context))
@@ -143,12 +143,14 @@ class ForwardPass:
         with self.state.task(name, kind), torch.set_grad_enabled(records):
             return self.model.run_tile(tile.tile, inputs, parameters, self.context)
 
-    def _run_offloading(self, tile: PreparedTile, inputs: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> Outputs:
-        """Compute a tile, and copy what autograd keeps for it to the host. Parameters and parts of the batch stay here."""
+    def _run_marked(self, tile: PreparedTile, inputs: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> Outputs:
+        """Compute a tile, and do what its mark asks for."""
         stays = [*parameters, *(own for own, source in zip(inputs, tile.inputs, strict=True) if source.fetch is None)]
-        task = self.state.task
-        with self._on_host.keeping(tile.number, stays, task), task(tile.name, TaskKind.FORWARD), torch.set_grad_enabled(True):
-            return self.model.run_tile(tile.tile, inputs, parameters, self.context)
+        task, own = self.state.task, self._marks[tile.mark]
+        with own.running(tile.number, stays, task), task(tile.name, TaskKind.FORWARD), torch.set_grad_enabled(True):
+            outputs = self.model.run_tile(tile.tile, inputs, parameters, self.context)
+        own.has_run(tile.number, outputs, task)
+        return outputs
 
     def _look_up(self, tile: PreparedTile) -> Outputs:
         """Compute a tile with a sparse lookup."""

@@ -10,7 +10,7 @@ not, unless it has saved them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -38,13 +38,14 @@ from soap.runtime.comm.packing import cut
 from soap.runtime.comm.position import HERE
 from soap.runtime.comm.redistribute import Communicator, Pending
 from soap.runtime.compression.peer import AS_IT_IS, CompressedTraining
+from soap.runtime.marks import on_rank
+from soap.runtime.marks.seam import OnRank
 from soap.runtime.program.actions import LAST_ONLY, WHOLE_STEP, Action, ActionKind, MicroBatch, part_of
 from soap.runtime.program.prepared import PreparedTile, PreparedTiles, StepInputs, units_of
 from soap.runtime.program.program import Program, task_name
 from soap.runtime.step.early_start import Key, SyncSchedule
 from soap.runtime.step.forward import ForwardPass
 from soap.runtime.step.gradients import Gradients
-from soap.runtime.step.kept_on_host import KeptOnHost
 from soap.runtime.step.state import Output, StepState, ValueStore
 from soap.runtime.sync.look_ups import LookUps
 from soap.runtime.sync.seam import rank_sync
@@ -104,9 +105,12 @@ Room = tuple[int, Box, torch.Tensor]
 class BackwardPass:
     """The backward pass of one micro-batch; one method per action."""
 
-    def __init__(self, state: StepState, gradients: Gradients, prepared: PreparedTiles, on_host: KeptOnHost, halves: Halves) -> None:
+    def __init__(
+        self, state: StepState, gradients: Gradients, prepared: PreparedTiles, marks: Mapping[str, OnRank], halves: Halves
+    ) -> None:
         self.state, self.program, self.plan = state, state.program, state.plan
-        self._early, self._values, self._on_host, self._halves = gradients.early, gradients, on_host, halves
+        self._early, self._values, self._marks, self._halves = gradients.early, gradients, marks, halves
+        self._tiles = prepared.tiles
         self._needs, self._frees = prepared.needed, prepared.freed
         self._returning: dict[int, list[tuple[Box, torch.Tensor, Pending]]] = {}
         self._reduced: dict[int, Pending] = {}
@@ -117,6 +121,8 @@ class BackwardPass:
         for sync in self._needs.get((ActionKind.SEGMENT, number), ()):
             self._values.need(sync)
         self._run(number)
+        if self.plan.tiles[self.program.segments[number].tiles[0]].operator not in self.plan.divided:
+            self._is_back(number)
         for sync in self._frees.get((ActionKind.SEGMENT, number), ()):
             self._values.free(sync)
 
@@ -125,8 +131,18 @@ class BackwardPass:
         first = self.plan.tiles[self.program.segments[number].tiles[0]]
         with self.state.task(weights_name(self.plan.operator(first), first), TaskKind.WEIGHTS), self._early.segment(number):
             self._halves.weights(number)
+        self._is_back(number)
         for sync in self._frees.get((ActionKind.WEIGHTS, number), ()):
             self._values.free(sync)
+
+    def _marked(self, number: int) -> Iterator[tuple[int, OnRank]]:
+        """A segment's tiles for whose marks the rank does something, and what does it."""
+        tiles = self.program.segments[number].tiles
+        return ((tile, self._marks[mark]) for tile in tiles if (mark := self._tiles[tile].mark))
+
+    def _is_back(self, number: int) -> None:
+        for tile, own in self._marked(number):
+            own.is_back(tile)
 
     def _run(self, number: int) -> None:
         outputs, gradients = [], []
@@ -144,8 +160,8 @@ class BackwardPass:
             del gradient, tensor, output  # only the lists hold them now
         if not outputs:
             return
-        for tile in self.program.segments[number].tiles if self.state.is_traced else ():  # else it comes back when autograd asks for it
-            self._on_host.need(tile, self.state.task)
+        for tile, own in self._marked(number) if self.state.is_traced else ():  # else when autograd asks for what it keeps
+            own.goes_back(tile, self.state.task)
         name = backward_name(self.plan.operator(first), first)
         if divided:
             with self.state.task(name, TaskKind.BACKWARD):
@@ -363,7 +379,7 @@ class StepRunner:
         self._forward, self._backward = _calls(program.forward, comm.rank), _calls(program.backward, comm.rank)
         if program.interleaved:  # there is no moment between both passes
             self._forward, self._backward = [], _calls(program.interleaved, comm.rank)
-        self._on_host = KeptOnHost(program, comm)
+        self._marks = on_rank(program, comm)
         self._look_ups = LookUps(self._prepared, program.plan, comm.rank)
         self._labels = LabelCounts(self._prepared, program.plan, comm.rank)
         self._task_name = partial(task_name, program)
@@ -381,12 +397,12 @@ class StepRunner:
         values = ValueStore(prepared.readers, prepared.takers, prepared.second_readers, self.program.dropped)
         state = StepState(self.program, values, self.comm, self.dtype_of, self.recorder, part.share)
         gradients = self.gradients
-        on_host, asked = self._on_host, self._look_ups
+        marks, asked = self._marks, self._look_ups
         if inputs.own is not None:
             context = replace(context, counts=self._labels.begin(self.model, inputs, state))
-        forward = ForwardPass(state, self.model, prepared, self.shards, inputs, context, asked, gradients, on_host, self._units)
+        forward = ForwardPass(state, self.model, prepared, self.shards, inputs, context, asked, gradients, marks, self._units)
         halves = Halves(self.shards.leaves.values() if self.program.plan.divided else ())
-        backward = BackwardPass(state, gradients, prepared, on_host, halves)
+        backward = BackwardPass(state, gradients, prepared, marks, halves)
         handlers = _handlers(forward, backward, gradients)
         if self._room is not None:
             self._room.begin((self._number, part.last))

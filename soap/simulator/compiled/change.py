@@ -14,6 +14,7 @@ import numpy as np
 from soap.simulator.compiled.arrays import copy
 from soap.simulator.compiled.graph_arrays import GraphTables, Ints, Longs
 from soap.simulator.compiled.jit import compiled
+from soap.simulator.compiled.marks import is_needed, row_count
 from soap.simulator.compiled.operator_lowering import count_edges, lower_operator, place_tiles
 from soap.simulator.compiled.pass_order import link_passes, note_order, unlink_passes
 from soap.simulator.compiled.rows import is_sparse
@@ -28,7 +29,6 @@ from soap.simulator.compiled.syncs.gathering import first_gathered, reads_gather
 from soap.simulator.compiled.task_keys import STATE_FULL
 from soap.simulator.compiled.variants import CELLS, PARTS
 from soap.simulator.compiled.world import World
-from soap.strategy.kept import OFFLOADED
 
 UNDER_WAY, CHANGED, SYNCHRONIZED, OLD_SLOTS, OLD_ARENA, OLD_DEVICES, OLD_SYNCS, OLD_SYNC_SLOT, ALIVE_SAVED, LIST_SAVED = range(10)
 REPLACED, RESYNCED, REPULLED, OLD_PULLS, OLD_PULL_SLOT, OLD_PREFETCH = 10, 11, 12, 13, 14, 15
@@ -144,7 +144,7 @@ def make_undo(operators: int, readers: int, parameters: int, devices: int, slots
 @compiled
 def old_tile_slots(C: State, U: Undo, at: int) -> int:
     """The number of slots that the tiles of a changed operator had. ``at``: where its old values begin in ``fields``."""
-    return (slots_of_a_tile(U.fields[at + MARKED]) + C.divided[U.fields[at]]) * U.fields[at + 7]
+    return (slots_of_a_tile(C, U.fields[at + MARKED]) + C.divided[U.fields[at]]) * U.fields[at + 7]
 
 
 @compiled
@@ -285,7 +285,7 @@ def _save(W, op, stamp):  # type: ignore[no-untyped-def]
     U.alive_ptr[n] = U.what[ALIVE_SAVED]
     first = C.tile_slot[op] + count
     copy(U.alive, U.what[ALIVE_SAVED], C.alive, first, first + count)
-    if C.marked[op]:
+    if is_needed(C, op):
         copy(U.claim, U.what[ALIVE_SAVED], C.claim, first + count, first + 2 * count)
     U.what[ALIVE_SAVED] += count
     U.what[CHANGED] = n + 1
@@ -372,12 +372,10 @@ def undo(W: World) -> None:
             C.alive[first + tile] = U.alive[U.alive_ptr[n] + tile]
             if C.divided[op]:
                 C.alive[weights_slot(C, op) + tile] = C.alive[first + tile]
-            if C.marked[op]:
-                need, again = first + C.tiles[op] + tile, first + 2 * C.tiles[op] + tile
-                C.alive[need] = C.alive[again] = U.alive[U.alive_ptr[n] + tile]
-                C.claim[need] = U.claim[U.alive_ptr[n] + tile]
-                if C.marked[op] == OFFLOADED:
-                    C.alive[again + C.tiles[op]] = C.alive[need]
+            for row in range(1, row_count(C, C.marked[op]) + 1):
+                C.alive[first + row * C.tiles[op] + tile] = C.alive[first + tile]
+            if is_needed(C, op):
+                C.claim[first + C.tiles[op] + tile] = U.claim[U.alive_ptr[n] + tile]
         count_edges(C, op, 1)
         count_backward(G, C, op, 1)
     C.used[SLOTS], C.used[ARENA], C.used[DEVICES] = U.what[OLD_SLOTS], U.what[OLD_ARENA], U.what[OLD_DEVICES]

@@ -19,17 +19,16 @@ from soap.simulator.compiled.graph_arrays import Floats, Ints, Longs, device_typ
 from soap.simulator.compiled.handles import blank, handle
 from soap.simulator.compiled.jit import compiled, inlined
 from soap.simulator.compiled.machine_code import entry
-from soap.simulator.compiled.marks import runs_again
+from soap.simulator.compiled.marks import AGAIN, PRICE
 from soap.simulator.compiled.rows import is_sparse_lookup
 from soap.simulator.compiled.second_runs import weights_slot
 from soap.simulator.compiled.state import BACKWARD_TILE, FORWARD_TILE, SLOTS, UPDATE_DEVICE, State
 from soap.simulator.compiled.task_keys import SYNC, phase_of, stage_of
-from soap.simulator.compiled.tile_times import AGAIN, PASSES, WEIGHTS
+from soap.simulator.compiled.tile_times import PASSES, WEIGHTS
 from soap.simulator.compiled.trial import Trial, make_trial
 from soap.simulator.compiled.variants import CELLS, COSTS, ROW_COSTS
 from soap.simulator.compiled.world import World
 from soap.simulator.draws import COMMUNICATED, Draws, Risk
-from soap.strategy.recomputation import LIGHT
 
 MEAN, TAIL, Q80, WORST = range(len(Risk))
 """Places in ``Risk``."""
@@ -165,12 +164,13 @@ def _draw_tiles(W, B, D, draw):  # type: ignore[no-untyped-def]
                 D.duration[slot] = V.drawn[(costs + (kind * PASSES + backward) * cells + tile % cells) * draws + draw]
                 D.launch[slot] = _times(C.launch[slot], B.launch[kind * draws + draw])
                 slot += 1
-        if runs_again(C.marked[op]):  # second runs take what the first ones take
-            copy(D.duration, slot + count, D.duration, slot - 2 * count, slot - count)
-            copy(D.launch, slot + count, D.launch, slot - 2 * count, slot - count)
-        for tile in range(count if C.marked[op] == LIGHT else 0):  # but for their products
-            kind, again = K.device_type[C.resource[C.tile_slot[op] + tile]], slot + count + tile
-            D.duration[again] = V.drawn[(costs + (kind * PASSES + AGAIN) * cells + tile % cells) * draws + draw]
+        begin, end = C.marks.ptr[C.marked[op]], C.marks.ptr[C.marked[op] + 1]
+        for row in range(begin, end):
+            price = C.marks.rows[row, PRICE]
+            for tile in range(count if C.marks.rows[row, AGAIN] else 0):
+                kind, own = K.device_type[C.resource[C.tile_slot[op] + tile]], slot + (row - begin) * count + tile
+                D.duration[own] = V.drawn[(costs + (kind * PASSES + price) * cells + tile % cells) * draws + draw]
+                D.launch[own] = _times(C.launch[own], B.launch[kind * draws + draw])
         for tile in range(count if C.divided[op] else 0):
             slot = weights_slot(C, op) + tile
             kind = K.device_type[C.resource[slot]]

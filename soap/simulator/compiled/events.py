@@ -16,18 +16,16 @@ from soap.simulator.compiled.handles import arrays_of
 from soap.simulator.compiled.jit import compiled, inlined
 from soap.simulator.compiled.links import communicate
 from soap.simulator.compiled.machine_code import entry
-from soap.simulator.compiled.marks import runs_again
+from soap.simulator.compiled.marks import ROW_BLOCKS
 from soap.simulator.compiled.readiness import first_ready, make_ready, queue_of, settle, take
 from soap.simulator.compiled.second_runs import weights_slot
 from soap.simulator.compiled.state import (
     AGAIN_TILE,
     BACKWARD_TILE,
-    COPY_AWAY,
-    COPY_BACK,
     FORWARD_TILE,
-    NEED,
     OTHER,
     PULLS,
+    ROW,
     SLOTS,
     SYNC_BUCKET,
     SYNC_DEVICE,
@@ -39,7 +37,6 @@ from soap.simulator.compiled.state import (
     State,
 )
 from soap.simulator.compiled.trial import MAKESPAN, RUN, TAKEN, Trial
-from soap.strategy.kept import OFFLOADED
 
 STOPPED, PAUSED = -1, -2
 """In place of a makespan. STOPPED: the bound cannot be kept. PAUSED: a backward pass is next, and sums of gradients must be made first."""
@@ -172,22 +169,16 @@ def tell_successors(G, C, R, tell, Q, slot, end):  # type: ignore[no-untyped-def
         own = slot + C.tiles[op]  # its own backward pass
         if C.alive[own]:
             tell(Q, own, end)
-            if runs_again(C.marked[op]):
-                tell(Q, own + 2 * C.tiles[op], end)  # its second run
-            elif C.marked[op] == OFFLOADED:
-                tell(Q, own + 3 * C.tiles[op], end)  # its copy to the host
+            _tell_blocks(C, tell, Q, slot, op, 0, end)
     elif kind == AGAIN_TILE:
         _tell_row(C, tell, Q, C.row[op] + C.tiles[op] + C.index[slot], end)
-        tell(Q, slot - 2 * C.tiles[op], end)  # its own backward pass
-    elif kind == NEED:
-        for i in range(G.source_ptr[op], G.source_ptr[op + 1]):
-            if C.need_row[G.source[i]] >= 0:
-                _tell_row(C, tell, Q, C.need_row[G.source[i]] + C.index[slot], end)
-        tell(Q, slot + C.tiles[op], end)  # its own second run, or copy back
-    elif kind == COPY_AWAY:
-        tell(Q, slot - C.tiles[op], end)  # the copy back
-    elif kind == COPY_BACK:
-        tell(Q, slot - 2 * C.tiles[op], end)  # its own backward pass
+        _tell_blocks(C, tell, Q, slot, op, C.marks.again_block[C.marked[op]], end)
+    elif kind >= ROW:
+        if kind == ROW and C.marks.needed[C.marked[op]]:
+            for i in range(G.source_ptr[op], G.source_ptr[op + 1]):
+                if C.need_row[G.source[i]] >= 0:
+                    _tell_row(C, tell, Q, C.need_row[G.source[i]] + C.index[slot], end)
+        _tell_blocks(C, tell, Q, slot, op, ROW_BLOCKS + kind - ROW, end)
     elif kind == BACKWARD_TILE:
         for i in range(G.source_ptr[op], G.source_ptr[op + 1]):
             _tell_row(C, tell, Q, C.back_row[G.source[i]] + C.index[slot], end)
@@ -212,6 +203,15 @@ def tell_successors(G, C, R, tell, Q, slot, end):  # type: ignore[no-untyped-def
             tell(Q, device, end)
     elif kind == UPDATE_DEVICE and C.update_row[slot] >= 0:
         _tell_row(C, tell, Q, C.update_row[slot], end)
+
+
+@inlined
+def _tell_blocks(C, tell, Q, slot, op, block, end):  # type: ignore[no-untyped-def]
+    """``tell_successors`` of what a tile's mark lets wait for its forward pass, or for one of the mark's rows. ``block``: of the slot."""
+    M, mark = C.marks, C.marked[op]
+    source = M.ptr[mark] + mark + (block - ROW_BLOCKS + 1 if block > 0 else 0)
+    for i in range(M.tells_ptr[source], M.tells_ptr[source + 1]):
+        tell(Q, slot + (M.tells[i] - block) * C.tiles[op], end)
 
 
 @inlined

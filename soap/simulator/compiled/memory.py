@@ -49,7 +49,7 @@ from soap.simulator.compiled.transit import add_fetches, add_holdings, add_sent,
 from soap.simulator.compiled.variants import AWAY, CELLS
 from soap.simulator.compiled.variants import PARTS as PARTS_OF
 from soap.simulator.compiled.world import World
-from soap.strategy.kept import OFFLOADED
+from soap.strategy.marks import OFFLOADED
 from soap.strategy.recomputation import LIGHT
 
 
@@ -192,7 +192,7 @@ def _tiles(W, M, op):  # type: ignore[no-untyped-def]
     for tile in range(C.tiles[op]):
         device, cell = C.dev[C.dev_ptr[op] + tile], tile % cells
         part[ACTIVATIONS, device] += M.data[kept + cell] + M.data[read + cell]
-        part[ACTIVATIONS, device] += M.data[made + cell] * (runs_again(C.marked[op]) + C.divided[op])
+        part[ACTIVATIONS, device] += M.data[made + cell] * (runs_again(C, op) + C.divided[op])
         part[ACTIVATIONS, device] += M.data[M.rows[row, PRODUCTS] + cell] if C.marked[op] == LIGHT else 0
         if C.marked[op] == OFFLOADED:  # a CPU has both copies
             part[ACTIVATIONS, device] += V.away[away + cell] * (1 + K.serves_itself[device])

@@ -11,7 +11,7 @@ from soap.simulator.compiled.delivery import deliver
 from soap.simulator.compiled.fetches import is_remote
 from soap.simulator.compiled.holdings import tile_count
 from soap.simulator.compiled.jit import compiled
-from soap.simulator.compiled.marks import needed_together, runs_again
+from soap.simulator.compiled.marks import is_made_again, is_needed, needed_together, row_count, runs_again
 from soap.simulator.compiled.operator_tasks import add_carrier, add_count, add_sum, is_active
 from soap.simulator.compiled.rows import is_sparse_lookup
 from soap.simulator.compiled.scratch import CARRIERS, EDGES, FETCHES, FULL, GRADIENTS, HOLDINGS, REDUCTIONS, RESOURCES, TASKS
@@ -22,20 +22,17 @@ from soap.simulator.compiled.second_runs import (
     last_reader,
     link_second_runs,
     need_tiles,
-    place_copies,
-    place_second_runs,
+    place_rows,
     tile_slots,
     weights_slot,
 )
 from soap.simulator.compiled.state import ARENA, BACKWARD_TILE, FORWARD_TILE, OTHER, SLOTS, WEIGHTS_TILE, State
 from soap.simulator.compiled.task_keys import BACKWARD, FORWARD, STATE_FULL, set_key, task_key
-from soap.simulator.compiled.tile_times import AGAIN, PASSES, WEIGHTS
+from soap.simulator.compiled.tile_times import PASSES, WEIGHTS
 from soap.simulator.compiled.variants import CELLS, COSTS, ROW_COSTS
 from soap.simulator.compiled.world import World
 from soap.simulator.task_list import COUNT
 from soap.simulator.task_list import WEIGHTS as WEIGHTS_STAGE
-from soap.strategy.kept import OFFLOADED
-from soap.strategy.recomputation import LIGHT, RECOMPUTED, STAYS
 
 
 @compiled
@@ -62,16 +59,10 @@ def place_tiles(W: World, op: int) -> None:
             C.duration[slot], C.launch[slot], C.latency[slot] = V.costs[cost], V.launches[cost], 0
             C.resource[slot], C.resource_n[slot] = device, 1
             C.waits[slot], C.alive[slot], C.kind[slot] = backward, 1 - backward, BACKWARD_TILE if backward else FORWARD_TILE
-            C.waits[slot] += backward * (C.marked[op] != STAYS)  # of a second run, or a copy back
+            C.waits[slot] += backward * C.marks.backward_waits[C.marked[op]]
             C.owner[slot], C.index[slot], C.moved[slot], C.follow[slot] = op, tile, 0, 0
             slot += 1
-    if runs_again(C.marked[op]):
-        place_second_runs(C, op, operators, count, slot)
-        for tile in range(count if C.marked[op] == LIGHT else 0):
-            own = C.tile_slot[op] + tile
-            C.duration[own + 3 * count] = V.costs[costs + (K.device_type[C.resource[own]] * PASSES + AGAIN) * cells + tile % cells]
-    elif C.marked[op] == OFFLOADED:
-        place_copies(W, op, operators, slot)
+    place_rows(W, op, costs)
     if C.divided[op]:
         _place_weights(W, op, costs)
     C.used[SLOTS] = C.tile_slot[op] + tile_slots(C, op)
@@ -100,12 +91,12 @@ def lower_operator(W: World, op: int) -> bool:
     count = tile_count(V, C, op)
     S.count[TASKS] = S.count[EDGES] = S.count[RESOURCES] = S.count[GRADIENTS] = 0
     deliver(W, op)
-    own = count * (2 if runs_again(C.marked[op]) else 1)
+    own = count * (2 if runs_again(C, op) else 1)
     for slot in range(G.reader_ptr[op + 1] - G.reader_ptr[op]):
         reader = G.reader[G.reader_ptr[op] + slot]
         S.slot_base[slot], S.need_base[slot] = own, -1
         own += tile_count(V, C, reader)
-        if needed_together(C.marked[op], C.marked[reader]):
+        if needed_together(C, op, reader):
             S.need_base[slot] = own
             own += tile_count(V, C, reader)
         if slot + 2 > len(S.slot_base):
@@ -211,7 +202,7 @@ def _backward(W, op, own, own_slot):  # type: ignore[no-untyped-def]
     for hold in range(S.count[HOLDINGS]):
         S.gradient_head[hold] = -1
     begin_claims(S)
-    if C.marked[op]:
+    if is_needed(C, op):
         claim_by_readers(W, op)
     _return_gradients(W, op, own, own_slot)
     if not G.backward[op]:
@@ -233,19 +224,20 @@ def _backward(W, op, own, own_slot):  # type: ignore[no-untyped-def]
     starts = op == G.loss[0] if W.order.count[0] == 1 else G.known[op] == 1
     if starts:
         _start_from_loss(W, cells, own, target, got)
-        if C.marked[op]:  # it needs what it makes again, or has offloaded, when the loss is ready
+        if is_needed(C, op):  # when the loss is ready
             _start_from_loss(W, cells, own, target + count, got)
     changed = False
     for tile in range(count):
         alive = 1 if got[tile] > 0 else 0
         changed |= C.alive[target + tile] != alive
-        C.alive[target + tile] = alive
+        for row in range(row_count(C, C.marked[op]) + 1):  # the backward pass, and then the mark's
+            C.alive[target + row * count + tile] = alive
         if C.divided[op]:
             C.alive[weights_slot(C, op) + tile] = alive
-    if C.marked[op]:
+    if is_needed(C, op):
         changed |= need_tiles(W, op, cells, own, starts)
-        if C.marked[op] == RECOMPUTED:
-            link_second_runs(W, op)
+    if is_made_again(C, op):
+        link_second_runs(W, op)
     return changed
 
 
@@ -271,14 +263,14 @@ def _return_gradients(W, op, own, own_slot):  # type: ignore[no-untyped-def]
         if not active:
             continue
         task = add_carrier(W, op, carrier, True)
-        last = last_reader(W, op, carrier) if C.marked[op] else -1
+        last = last_reader(W, op, carrier) if is_needed(C, op) else -1
         before = -1
         for i in range(S.k_part[carrier], S.k_part[carrier + 1]):
             part = S.part[i]
             fetch = S.p_fetch[part]
             if is_active(S, carrier, part):
                 _add_gradient(S, S.p_hold[part], own + task)
-                if C.marked[op]:
+                if is_needed(C, op):
                     add_claim(S, S.p_hold[part], own + task, last)
             if fetch != before and S.f_alive[fetch] > 0:
                 _after_consumers(W, first_reader, fetch, own_slot + task)

@@ -57,7 +57,7 @@ from soap.simulator.compiled.scratch import FETCHES
 from soap.simulator.compiled.variants import AWAY, CELLS
 from soap.simulator.compiled.world import World
 from soap.simulator.memory.transit import SENT_BYTES
-from soap.strategy.kept import OFFLOADED
+from soap.strategy.marks import OFFLOADED
 from soap.strategy.recomputation import LIGHT
 
 
@@ -113,7 +113,7 @@ def _hold_tiles(W, M, L, op):  # type: ignore[no-untyped-def]
     for tile in range(C.tiles[op]):
         device, cell = C.dev[C.dev_ptr[op] + tile], tile % cells
         first, last = forward_place(W, L, op, tile), last_place(W, L, op, tile)
-        size = M.data[M.rows[row, KEPT] + cell] + M.data[made + cell] * runs_again(mark)
+        size = M.data[M.rows[row, KEPT] + cell] + M.data[made + cell] * runs_again(C, op)
         size += M.data[M.rows[row, PRODUCTS] + cell] if mark == LIGHT else -M.data[M.rows[row, PARTIALS] + cell]  # see ``hold_sums``
         size += V.away[V.rows[row, AWAY] + cell] * (1 + K.serves_itself[device]) if mark == OFFLOADED else 0
         hold(L, device, first, last, size)

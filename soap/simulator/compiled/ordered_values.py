@@ -59,7 +59,7 @@ def hold_values(W: World, L, op: int) -> None:  # type: ignore[no-untyped-def]
         size = V.box_volume[S.h_box[i]] * G.output_itemsize[out]
         last, read = last_place(W, L, op, tile), S.work[READ_LAST * count + i]
         if read > last:
-            hold(L, device, last, read, size * (1 + runs_again(W.state.marked[op])))
+            hold(L, device, last, read, size * (1 + runs_again(W.state, op)))
         answered, apart = S.work[ANSWERED * count + i], S.work[APART * count + i]
         if G.output_gradient[out] == 0 or (answered == FOREVER and apart == 0):
             continue

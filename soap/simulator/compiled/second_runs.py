@@ -1,29 +1,35 @@
-"""The tasks of recomputation, and of what operators offload, in an operator's block (compiled). The counterpart of
-``simulator.second_runs``.
-
-An operator that is recomputed has two more slots for each tile, behind those of the backward passes: its need, and its second run. One that
-offloads has three: its need, the copy back and the copy to the host.
-"""
+"""The rows that marks add to tiles, in an operator's block (compiled). The counterpart of ``simulator.second_runs``."""
 
 from __future__ import annotations
 
-from soap.simulator.communication.offloading import DOWN, UP
 from soap.simulator.compiled.arrays import fill
 from soap.simulator.compiled.fetches import is_remote
 from soap.simulator.compiled.holdings import tile_count
 from soap.simulator.compiled.jit import compiled
-from soap.simulator.compiled.marks import needed_together, runs_again
+from soap.simulator.compiled.marks import (
+    AGAIN,
+    COPY,
+    DEVICE,
+    IN_BACKWARD,
+    MOMENT,
+    NOTHING,
+    ON,
+    PRICE,
+    ROW_BLOCKS,
+    STAGE,
+    WAITS,
+    needed_together,
+    row_count,
+    runs_again,
+)
 from soap.simulator.compiled.scratch import CLAIMS, EDGES, FETCHES, FULL, HOLDINGS, REDUCTIONS
-from soap.simulator.compiled.state import AGAIN_TILE, COPY_AWAY, COPY_BACK, NEED, State
+from soap.simulator.compiled.state import AGAIN_TILE, ROW, State
 from soap.simulator.compiled.syncs.offloading import copied_ns, lift
 from soap.simulator.compiled.task_keys import BACKWARD, FORWARD, set_key, task_key
+from soap.simulator.compiled.tile_times import PASSES
 from soap.simulator.compiled.variants import AWAY, CELLS, PARTS
 from soap.simulator.compiled.world import World
-from soap.simulator.second_runs import AGAIN as AGAIN_STAGE
-from soap.simulator.second_runs import AWAY as AWAY_STAGE
-from soap.simulator.second_runs import NEED as NEED_STAGE
-from soap.simulator.second_runs import NEED_NS
-from soap.strategy.kept import OFFLOADED
+from soap.simulator.second_runs import MOMENT_NS
 
 NONE = -1
 """Claim of a tile that nobody needs."""
@@ -31,61 +37,51 @@ NONE = -1
 
 @compiled
 def tile_slots(C: State, op: int) -> int:
-    """The number of slots of an operator's tiles: forward, backward, if it is marked those behind them, and weight gradients."""
-    return (slots_of_a_tile(C.marked[op]) + C.divided[op]) * C.tiles[op]
+    """The number of slots of an operator's tiles: forward, backward, the rows of its mark, and weight gradients."""
+    return (slots_of_a_tile(C, C.marked[op]) + C.divided[op]) * C.tiles[op]
 
 
 @compiled
-def slots_of_a_tile(mark: int) -> int:
+def slots_of_a_tile(C: State, mark: int) -> int:
     """The number of slots of one tile, without weight gradients."""
-    return 5 if mark == OFFLOADED else 4 if runs_again(mark) else 2
+    return ROW_BLOCKS + row_count(C, mark)
 
 
 @compiled
 def weights_slot(C: State, op: int) -> int:
     """The first slot of an operator's weight gradients, if it is divided."""
-    return C.tile_slot[op] + slots_of_a_tile(C.marked[op]) * C.tiles[op]
+    return C.tile_slot[op] + slots_of_a_tile(C, C.marked[op]) * C.tiles[op]
 
 
 @compiled
-def place_second_runs(C: State, op: int, operators: int, count: int, slot: int) -> None:
-    """Give the tiles of a marked operator slots for their needs and second runs, from ``slot`` on. A second run waits for the first one and
-    for its need."""
-    for tile in range(count):
-        first, need, again = C.tile_slot[op] + tile, slot + tile, slot + count + tile
-        set_key(C, need, task_key(BACKWARD, operators - 1 - op, NEED_STAGE, tile, 0, 0))
-        set_key(C, again, task_key(BACKWARD, operators - 1 - op, AGAIN_STAGE, tile, 0, 0))
-        C.duration[need], C.launch[need], C.latency[need], C.overhead[need] = NEED_NS, 0, 0, 0
-        C.duration[again], C.launch[again], C.latency[again] = C.duration[first], C.launch[first], 0
-        C.resource[need], C.resource_n[need] = C.resource[first], 0
-        C.resource[again], C.resource_n[again] = C.resource[first], 1
-        C.waits[need], C.alive[need], C.kind[need] = 0, 0, NEED
-        C.waits[again], C.alive[again], C.kind[again] = 2, 0, AGAIN_TILE
-        for own in (need, again):
-            C.owner[own], C.index[own], C.moved[own], C.claim[own] = op, tile, 0, NONE
-
-
-@compiled
-def place_copies(W: World, op: int, operators: int, slot: int) -> None:
-    """Give the tiles of an offloading operator slots for their needs, copies back and copies to the host, from ``slot`` on. A copy to the
-    host waits for the forward pass, a copy back for this copy and the need."""
+def place_rows(W: World, op: int, costs: int) -> None:
+    """Give the rows of an operator's mark slots, row by row. ``costs``: where those of its tiles begin."""
     V, K, C = W.variants, W.cluster, W.state
-    row, count = V.rows[C.variant[op]], C.tiles[op]
-    for tile in range(count):
-        need, back, away = slot + tile, slot + count + tile, slot + 2 * count + tile
-        device, size = C.resource[C.tile_slot[op] + tile], V.away[row[AWAY] + tile % row[CELLS]]
-        set_key(C, need, task_key(BACKWARD, operators - 1 - op, NEED_STAGE, tile, 0, 0))
-        set_key(C, back, task_key(BACKWARD, operators - 1 - op, AGAIN_STAGE, tile, 0, 0))
-        set_key(C, away, task_key(FORWARD, op, AWAY_STAGE, tile, 0, 0))
-        C.duration[need], C.resource[need], C.resource_n[need] = NEED_NS, device, 0
-        C.resource[back], C.resource_n[back] = lift(K, device, UP)
-        C.resource[away], C.resource_n[away] = lift(K, device, DOWN)
-        C.duration[back] = C.duration[away] = copied_ns(K, device, size)
-        C.waits[need], C.waits[back], C.waits[away] = 0, 2, 1
-        C.kind[need], C.kind[back], C.kind[away] = NEED, COPY_BACK, COPY_AWAY
-        for own in (need, back, away):
-            C.launch[own], C.latency[own], C.overhead[own], C.alive[own] = 0, 0, 0, 0
-            C.owner[own], C.index[own], C.moved[own], C.claim[own] = op, tile, 0, NONE
+    M, variant, count, last = C.marks, V.rows[C.variant[op]], C.tiles[op], len(W.graph.backward) - 1
+    slot, begin = C.tile_slot[op] + ROW_BLOCKS * count, M.ptr[C.marked[op]]
+    for row in range(begin, M.ptr[C.marked[op] + 1]):
+        own = M.rows[row]
+        for tile in range(count):
+            first, cell = C.tile_slot[op] + tile, tile % variant[CELLS]
+            device = C.resource[first]
+            if own[IN_BACKWARD]:
+                set_key(C, slot, task_key(BACKWARD, last - op, own[STAGE], tile, 0, 0))
+            else:
+                set_key(C, slot, task_key(FORWARD, op, own[STAGE], tile, 0, 0))
+            C.resource[slot], C.resource_n[slot] = device, 0 if own[ON] == NOTHING else 1
+            if own[ON] > DEVICE:
+                C.resource[slot], C.resource_n[slot] = lift(K, device, own[ON] - DEVICE - 1)
+            if own[PRICE] == MOMENT:
+                C.duration[slot] = MOMENT_NS
+            elif own[PRICE] == COPY:
+                C.duration[slot] = copied_ns(K, device, V.away[variant[AWAY] + cell])
+            else:
+                C.duration[slot] = V.costs[costs + (K.device_type[device] * PASSES + own[PRICE]) * variant[CELLS] + cell]
+            C.launch[slot] = C.launch[first] if own[AGAIN] else 0
+            C.kind[slot] = AGAIN_TILE if own[AGAIN] else ROW + row - begin
+            C.latency[slot], C.overhead[slot], C.moved[slot], C.follow[slot] = 0, 0, 0, 0
+            C.waits[slot], C.alive[slot], C.owner[slot], C.index[slot], C.claim[slot] = own[WAITS], 0, op, tile, NONE
+            slot += 1
 
 
 @compiled
@@ -149,7 +145,7 @@ def claim_by_readers(W: World, op: int) -> None:
                     hold = S.p_hold[piece]
                     if is_remote(S, piece):
                         continue
-                    if whole and S.h_red[hold] < 0 and needed_together(C.marked[op], C.marked[reader]):
+                    if whole and S.h_red[hold] < 0 and needed_together(C, op, reader):
                         add_claim(S, hold, S.need_base[slot] + tile, C.claim[C.tile_slot[reader] + 2 * count + tile])
                     elif carries:
                         add_claim(S, hold, S.slot_base[slot] + tile, precedence(W, reader, tile))
@@ -196,9 +192,7 @@ def need_tiles(W: World, op: int, cells: int, own: int, start: bool) -> bool:
         alive = C.alive[need - count + tile]
         claim = S.best[tile] if alive else NONE
         changed |= C.claim[need + tile] != claim
-        C.claim[need + tile], C.alive[need + tile], C.alive[need + count + tile] = claim, alive, alive
-        if C.marked[op] == OFFLOADED:
-            C.alive[need + 2 * count + tile] = alive
+        C.claim[need + tile] = claim
     return changed
 
 
@@ -251,13 +245,13 @@ def link_second_runs(W: World, op: int) -> None:
         while consumer >= 0:
             reader, tile = G.reader[G.reader_ptr[op] + S.c_slot[consumer]], S.c_tile[consumer]
             others = tile_count(V, C, reader)
-            if runs_again(C.marked[reader]) and C.alive[C.tile_slot[reader] + others + tile]:
+            if runs_again(C, reader) and C.alive[C.tile_slot[reader] + others + tile]:
                 for piece in range(S.f_piece[fetch], S.f_piece[fetch + 1]):
                     hold = S.p_hold[piece]
                     if S.h_red[hold] < 0 and C.alive[C.tile_slot[op] + count + S.h_tile[hold]]:
                         n = S.count[EDGES]
                         if n + 1 > len(S.e_src):
                             raise MemoryError(FULL)
-                        S.e_src[n], S.e_dst[n] = count + S.h_tile[hold], C.tile_slot[reader] + 3 * others + tile
+                        S.e_src[n], S.e_dst[n] = count + S.h_tile[hold], C.tile_slot[reader] + C.marks.again_block[C.marked[reader]] * others + tile
                         S.count[EDGES] = n + 1
             consumer = S.c_next[consumer]

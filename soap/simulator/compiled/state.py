@@ -1,9 +1,8 @@
 """A strategy and its task graph in compiled form: what a simulation plays, and what a change of the strategy patches.
 
 A *slot* is a task's place in the arrays. Each operator has a block of slots for the forward passes of its tiles, followed by as many for
-their backward passes (``alive`` says whether one takes place; if it is recomputed, needs and second runs follow, if it offloads, needs,
-copies back and copies to the host; weight gradients, if backward passes are in two, come last), and a block for the tasks that move its
-outputs and sum its partial results. ``arena`` has the edges, operator by operator: for each source a row with the slots of its successors.
+their backward passes (``alive`` says whether one takes place; the rows that a mark adds follow; weight gradients, if backward passes are in
+two, come last), and a block for the tasks that move its outputs and sum its partial results. ``arena`` has the edges, operator by operator: for each source a row with the slots of its successors.
 Blocks are never changed, only replaced, so the old ones are still there when a change is undone.
 """
 
@@ -14,16 +13,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from soap.simulator.compiled.graph_arrays import Floats, Ints, LongRows, Longs
+from soap.simulator.compiled.marks import MarkTables, mark_tables
 
 SLOTS, ARENA, DEVICES, SYNCS, PULLS = range(5)
 """Places in ``State.used``: how much of slots, ``arena`` and ``dev`` is used; number of synchronization tasks after the backward pass (sums
 of gradients, and tasks of parameter servers); number of pulls before the forward pass."""
 
 NONE, FORWARD_TILE, AGAIN_TILE, WEIGHTS_TILE, BACKWARD_TILE, OTHER, SYNC_BUCKET, UPDATE_DEVICE, SYNC_DEVICE, SYNC_NORM = range(10)
-NEED, COPY_AWAY, COPY_BACK = 10, 11, 12
+ROW = 10
 """Kinds of slots (``State.kind``); those up to BACKWARD_TILE are a tile's passes. AGAIN_TILE: its second run. WEIGHTS_TILE: its
-weight gradients, if its backward pass is in two. NEED: the moment from which
-on that is needed. COPY_AWAY, COPY_BACK: of what a tile offloads. Slot d is the update of device d. For a SYNC_BUCKET the updates of a set
+weight gradients, if its backward pass is in two. ROW: the first row that a mark adds, unless that is a second run; further ones follow.
+Slot d is the update of device d. For a SYNC_BUCKET the updates of a set
 of devices wait, for a SYNC_DEVICE that of one device, for a SYNC_NORM those of all devices, beside what is in its row."""
 
 NEVER = 1 << 29
@@ -41,7 +41,7 @@ class State(NamedTuple):
     other tasks, begin in ``arena``), ``block`` and ``block_end`` (its part of ``arena``), ``sync_row`` (where the rows begin of what waits
     for its backward tiles' parameter gradients; -1 if nothing does), ``gather_row`` (the same of gathers that wait for its tiles' forward,
     then backward passes: ``syncs.gathering``), ``loose`` (whether it may have tiles without predecessors). ``divided``: whether its
-    backward pass is in two. ``marked``: its mark (``strategy.kept``); if it runs again, the rows of its second runs come behind those of
+    backward pass is in two. ``marked``: its mark (``marks``); if it runs again, the rows of its second runs come behind those of
     its forward tiles. ``back_row``: by ``GraphTables.reader``, where the rows of that reader's backward tiles begin; ``need_row``: of its
     needs, -1 if they do not count.
 
@@ -60,6 +60,7 @@ class State(NamedTuple):
     backward passes that may vanish when another operator changes.
     """
 
+    marks: MarkTables
     used: Longs
     variant: Ints
     replicas: Ints
@@ -242,8 +243,8 @@ def make_state(operators: int, readers: int, parameters: int, devices: int, slot
     sizes |= {"sync_slot": 1, "pull_slot": 1, "prefetch": 1, "update_row": devices, "head": devices}
     per_operator = {"variant", "replicas", "tiles", "dev_ptr", "tile_slot", "own_slot", "own_count", "row", "block", "block_end"}
     per_operator |= {"sync_row", "gather_row", "loose", "marked", "divided"}
-    fields: dict[str, Any] = {}
-    for name, kind in State.__annotations__.items():
+    fields: dict[str, Any] = {"marks": mark_tables()}
+    for name, kind in [*State.__annotations__.items()][1:]:
         size = sizes.get(name, operators if name in per_operator else slots)
         fields[name] = np.zeros(size + 1, np.int64 if "Longs" in str(kind) else np.int32)
     for name in ("busy", "doubtful"):

@@ -76,7 +76,7 @@ def backward_ns(C: State, op: int, tile: int) -> int:
     """How long a tile of an operator computes behind the forward pass, if it has a backward pass."""
     count = C.tiles[op]
     slot = C.tile_slot[op] + tile
-    own = C.duration[slot + count] + (C.duration[slot + 3 * count] if runs_again(C.marked[op]) else 0)
+    own = C.duration[slot + count] + (C.duration[slot + C.marks.again_block[C.marked[op]] * count] if runs_again(C, op) else 0)
     return own + (C.duration[weights_slot(C, op) + tile] if C.divided[op] else 0)
 
 

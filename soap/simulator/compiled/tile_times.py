@@ -11,18 +11,21 @@ import numpy as np
 
 from soap.cluster.topology import DeviceType
 from soap.model.graph import OperatorGraph
+from soap.plan.marks.seam import Takes
 from soap.plan.tiling import Tile
 from soap.simulator.compiled.graph_arrays import Ints, Longs
-from soap.simulator.costs import CostModel, half_ns, launch_ns, light_ns
+from soap.simulator.costs import ROW_NS, CostModel, half_ns, launch_ns
 from soap.simulator.draws import Draws
 from soap.strategy.division import Half
-from soap.strategy.recomputation import has_product
 
 WAYS = (False, True)
 """Forward, backward."""
-AGAIN, WEIGHTS, PASSES = 2, 3, 4
-"""Behind these two: a second run that keeps its product; weight gradients, if the backward pass is in two; the number of all."""
-OF_PASSES = [0, 1, 0, 1]
+WEIGHTS = 2
+"""Behind these two: weight gradients, if the backward pass is in two."""
+OF_ROWS = {Takes.PASS: 0, **{takes: WEIGHTS + takes - Takes.PASS for takes in Takes if takes > Takes.PASS}}
+"""Where what rows of marks take is: as long as forward, or behind these."""
+PASSES = WEIGHTS + len(OF_ROWS)
+OF_PASSES = [0, 1, 1, *(0 for _ in range(WEIGHTS + 1, PASSES))]
 """Of all of them: which of ``WAYS``."""
 
 
@@ -31,7 +34,7 @@ def _nothing(*_: object) -> int:
 
 
 class TileTimes:
-    """Nanoseconds, [device type, forward, backward, ``AGAIN`` or ``WEIGHTS``, tile], of tiles that are of few kinds."""
+    """Nanoseconds, [device type, forward, backward, ``WEIGHTS`` or one of ``OF_ROWS``, tile], of tiles that are of few kinds."""
 
     def __init__(
         self,
@@ -47,9 +50,8 @@ class TileTimes:
         their backward passes are in two."""
         graph = graph.copies_of or graph  # costs are those of the whole graph's tiles
         self._graph, self._types, self._tiles, self._place = graph, types, tiles, place
-        ask: list[Callable[[OperatorGraph, Tile, DeviceType], int]] = [costs.forward_ns, costs.backward_ns, costs.forward_ns, _nothing]
-        if tiles and has_product(graph.operators[tiles[0].operator]):
-            ask[AGAIN] = partial(light_ns, costs)
+        ask: list[Callable[[OperatorGraph, Tile, DeviceType], int]] = [costs.forward_ns, costs.backward_ns, _nothing]
+        ask += (partial(ROW_NS[takes], costs) for takes in OF_ROWS if takes > Takes.PASS)
         if divided:
             ask[True], ask[WEIGHTS] = (partial(half_ns, costs, half=half) for half in get_args(Half))
         self._kinds = np.array([[[f(graph, tile, kind) for tile in tiles] for f in ask] for kind in types], np.int64)

@@ -11,8 +11,9 @@ from math import prod
 
 from soap.cluster.topology import Topology
 from soap.model.graph import DimMap, Operand, Operator, OperatorGraph, TensorKind
+from soap.plan.marks.seam import marked
 from soap.strategy.config import OpConfig, Strategy
-from soap.strategy.recomputation import LIGHT
+from soap.strategy.marks import mark_of
 
 
 def with_backward(graph: OperatorGraph) -> frozenset[int]:
@@ -70,9 +71,9 @@ def keepers(graph: OperatorGraph) -> Mapping[int, frozenset[int]]:
 
 def certainly_lacks(graph: OperatorGraph, topology: Topology, strategy: Strategy) -> bool:
     """Whether the devices that compute have less memory together than what is certainly held at once when the loss is known: values of
-    parameters on all that read them, unless they are gathered; what operators keep that are neither recomputed nor offload; and the outputs
-    of those that run again but keep these. Nothing of activations if there are micro-batches, which may go back before others come. Found
-    without a plan."""
+    parameters on all that read them, unless they are gathered; what operators keep whose marks let it stay; and the outputs of those that
+    run again but keep these. Nothing of activations if there are micro-batches, which may go back before others come. Found without a
+    plan."""
     held_bytes, counted = 0, set[str]()
     for op in graph.operators:
         for operand in op.parameters:
@@ -82,12 +83,12 @@ def certainly_lacks(graph: OperatorGraph, topology: Topology, strategy: Strategy
     certain = with_backward(graph) if strategy.microbatches == 1 else frozenset[int]()
     for position in certain:
         op = graph.operators[position]
-        if (config := strategy.operators[op.name]).recompute == LIGHT:
+        if marked(mark_of(config := strategy.operators[op.name])).keeps_outputs:
             held_bytes += sum(_spread_bytes(graph, op, out, config) for out in op.outputs)
     for position, places in keepers(graph).items() if certain else ():
         op = graph.operators[position]
         config, operands = strategy.operators[op.name], (*op.inputs, *op.parameters, *op.outputs)
-        if not config.recompute and not config.offload:
+        if marked(mark_of(config)).stays:
             always = frozenset.intersection(*(own.keeps for own in graph.footprints[op.name]))
             for operand, spread in ((operands[place], place in always) for place in places):
                 held_bytes += _spread_bytes(graph, op, operand, config) if spread else graph.tensors[operand.tensor].bytes

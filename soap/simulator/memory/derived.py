@@ -51,7 +51,7 @@ def derived(arrays: PlanArrays, spans: Spans) -> Derived:
     run_end = np.where(again, spans.again_end, spans.forward_end)
     work_end = np.where(again, spans.again_work_end, spans.forward_end)
     last = np.where(spans.weights_start != NEVER, spans.weights_end, np.where(goes_back, spans.backward_end, spans.forward_end))
-    left = np.where(spans.away_start != NEVER, spans.away_end, last)
+    left = np.where(spans.let_go != NEVER, spans.let_go, last)
     tile, keeps = arrays.readers.tile, arrays.readers.keeps
     waits = (spans.weights_start[tile] != NEVER) & arrays.fetches.gradient[arrays.readers.fetch]
     needed = np.where(waits, last[tile], np.where(keeps, left[tile], run_end[tile]))

@@ -8,16 +8,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from soap.plan.marks.seam import row_names
 from soap.plan.plan import Plan
 from soap.simulator.communication.synchronizing import possible_tasks
 from soap.simulator.compiled import task_keys
 from soap.simulator.compiled.state import (
     AGAIN_TILE,
     BACKWARD_TILE,
-    COPY_AWAY,
-    COPY_BACK,
     FORWARD_TILE,
-    NEED,
+    ROW,
     UPDATE_DEVICE,
     WEIGHTS_TILE,
 )
@@ -34,9 +33,6 @@ BY_TILE = {
     "backward": (BACKWARD_TILE, TaskKind.BACKWARD),
     "weights": (WEIGHTS_TILE, TaskKind.WEIGHTS),
     "again": (AGAIN_TILE, TaskKind.RECOMPUTE),
-    "need": (NEED, TaskKind.RECOMPUTE),
-    "away": (COPY_AWAY, TaskKind.COPY),
-    "back": (COPY_BACK, TaskKind.COPY),
 }
 """Fields of ``Played`` by tile: kind of the slot, and of the task."""
 
@@ -57,6 +53,12 @@ def engine_played(engine: Engine, plan: Plan, arrays: PlanArrays) -> Played:
         found[name] = np.full(len(arrays.tiles.device), NONE, np.int64)
         found[name][tiles[own]] = own
         kind[own] = KINDS[task_kind]
+    rows = {name: np.full(len(arrays.tiles.device), NONE, np.int64) for name in row_names()} | {"again": found["again"]}
+    for position, marked in plan.marked.items():
+        for place, row in enumerate(marked.rows):
+            own = np.flatnonzero((kinds == ROW + place) & (operators == position))
+            rows[row.name][tiles[own]] = own
+            kind[own] = KINDS[TaskKind(row.kind)]
     moved = np.where(arrays.carriers.pattern == MESSAGE, KINDS[TaskKind.TRANSFER], KINDS[TaskKind.EXCHANGE])
     for own in (brought, returned):
         kind[own[own >= 0]] = moved[own >= 0]
@@ -81,6 +83,7 @@ def engine_played(engine: Engine, plan: Plan, arrays: PlanArrays) -> Played:
         summed=summed,
         summed_back=summed_back,
         named=_named(plan, ids, kind),
+        rows=rows,
         **found,
     )
 

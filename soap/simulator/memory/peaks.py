@@ -23,6 +23,7 @@ from soap.cluster.topology import Topology
 from soap.model.graph import RECURRENT_KINDS, Operator, OperatorGraph, TensorKind
 from soap.model.regions import Box, Interval, in_one_piece, volume
 from soap.plan.delivery import partial_bytes, reduced_tensor
+from soap.plan.marks.seam import NOTHING, Amount
 from soap.plan.plan import Plan
 from soap.plan.samples import given_bytes
 from soap.plan.tiling import Tile, is_partial, is_window, made_bytes, windows
@@ -98,13 +99,11 @@ def _box_bytes(graph: OperatorGraph, tensor: str, box: Box) -> int:
 
 class TileSizes(NamedTuple):
     """Memory of a tile, in bytes. ``made``: its outputs, one by one. ``kept``: these, and what else it keeps for its backward pass.
-    ``padded``: the padded copies of its inputs. ``product``: what its products have made beside its outputs, if that is kept for a second
-    run of it; else 0. ``shares``: beside its operands."""
+    ``padded``: the padded copies of its inputs. ``shares``: beside its operands."""
 
     made: tuple[int, ...]
     kept: int
     padded: int
-    product: int
     shares: Shares
 
     @property
@@ -117,7 +116,7 @@ def tile_sizes(plan: Plan) -> list[TileSizes]:
     """The memory of each tile of a plan."""
     graph, found = plan.graph, list[TileSizes]()
     for position, tiles in groupby(plan.tiles, attrgetter("operator")):
-        op, light = graph.operators[position], position in plan.light_operators
+        op = graph.operators[position]
         padding, outputs, packs = windows(op), range(len(op.outputs)), op.kind in PACKING_KINDS
         for tile in tiles:
             own, padded = shares_of(graph, op, tile.intervals), 0
@@ -127,22 +126,32 @@ def tile_sizes(plan: Plan) -> list[TileSizes]:
             kept = sum(made) + own.kept + padded
             if packs and tile.device in plan.accelerators:
                 kept += sum(_box_bytes(graph, o.tensor, box) for o, box in zip(op.parameters, tile.parameters, strict=True))
-            found.append(TileSizes(made, kept, padded, own.product if light else 0, own))
+            found.append(TileSizes(made, kept, padded, own))
     return found
 
 
 def _tile_bytes(plan: Plan, sizes: Sequence[TileSizes]) -> list[int]:
-    """For each device, bytes that all its tiles keep, of second outputs of recomputed ones, of what products of light ones have made, of
-    copies of what others offload, and of outputs' gradients that wait for weight gradients."""
+    """For each device, bytes that all its tiles keep, of second outputs of recomputed ones, of what marks add, and of outputs' gradients
+    that wait for weight gradients."""
     result = [0] * plan.device_count
     for tile, size in zip(plan.tiles, sizes, strict=True):
-        result[tile.device] += size.kept
-        again, divided = tile.operator in plan.recomputed_operators, tile.operator in plan.divided
-        if again or divided:
-            result[tile.device] += (again + divided) * sum(size.made) + size.product
-        if tile.operator in plan.offloading_operators:
-            result[tile.device] += (1 if tile.device in plan.accelerators else 2) * away_bytes(plan.graph, tile)
+        marked = plan.marked.get(tile.operator, NOTHING)
+        result[tile.device] += size.kept + ((marked.again is not None) + (tile.operator in plan.divided)) * sum(size.made)
+        held = (own.amount for own in marked.holds if not own.on_host or tile.device not in plan.accelerators)
+        result[tile.device] += sum(amount_bytes(plan.graph, tile, amount) for amount in held)
     return result
+
+
+def amount_bytes(graph: OperatorGraph, tile: Tile, amount: Amount) -> int:
+    """What a tile has of an amount."""
+    op = graph.operators[tile.operator]
+    match amount:
+        case Amount.MADE:
+            return sum(made_bytes(graph, op, tile, k) for k in range(len(op.outputs)))
+        case Amount.PRODUCT:
+            return shares_of(graph, op, tile.intervals).product
+        case Amount.AWAY:
+            return away_bytes(graph, tile)
 
 
 def away_bytes(graph: OperatorGraph, tile: Tile) -> int:

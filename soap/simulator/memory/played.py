@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from soap.plan.marks.seam import row_names
 from soap.plan.plan import Part, Plan
 from soap.simulator.tasks import Schedule, TaskGraph, TaskKind, times_of
 
@@ -24,9 +25,9 @@ class Played(NamedTuple):
     ``launch``, ``latency``, ``overhead``, all in ns, and ``rank``: its place among all by id, which breaks ties. It waits for the tasks
     ``waits[waits_ptr[k]:waits_ptr[k + 1]]`` and holds the resources ``held[held_ptr[k]:held_ptr[k + 1]]`` (``tasks.Task.resources``).
 
-    The tasks, or NONE: by tile ``forward``, ``backward``, ``weights``, ``again`` (second run), ``need``, ``away`` and ``back`` (copies
-    to its host and back); by carrier of ``PlanArrays`` ``brought`` and ``returned``; by reduction ``summed`` and ``summed_back``.
-    ``named``: by name of a synchronization's or an update's task, its first and its last chunk.
+    The tasks, or NONE: by tile ``forward``, ``backward``, ``weights``, ``again`` (second run), and by name all ``rows`` of marks; by
+    carrier of ``PlanArrays`` ``brought`` and ``returned``; by reduction ``summed`` and ``summed_back``. ``named``: by name of a
+    synchronization's or an update's task, its first and its last chunk.
     """
 
     kind: Longs
@@ -46,9 +47,7 @@ class Played(NamedTuple):
     backward: Longs
     weights: Longs
     again: Longs
-    need: Longs
-    away: Longs
-    back: Longs
+    rows: Mapping[str, Longs]
     brought: Longs
     returned: Longs
     summed: Longs
@@ -86,7 +85,7 @@ def played_of(tasks: TaskGraph, schedule: Schedule) -> Played:
         *_rows([task.predecessors for task in todo]),
         *_rows([task.resources for task in todo]),
         *passes,
-        *(_by_number(places, range(tiles)) for places in (own.need, own.away, own.back)),
+        {name: _by_number(own.rows.get(name, {}), range(tiles)) for name in row_names()},
         *(_by_number(places, parts) for places in (own.brought, own.returned)),
         *(_by_number(places, sums) for places in (own.summed, own.summed_back)),
         named,

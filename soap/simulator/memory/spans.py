@@ -31,11 +31,11 @@ class Spans(NamedTuple):
 
     By tile: ``forward``, ``backward`` (not of tiles that make only what nobody reads, ``unread``), ``weights``: of its weight gradients, if
     its backward pass is in two; ``again``: its second run, from when ranks begin it, and ``again_work_end``: when that has computed;
-    ``away``, ``back``: the copies of what it keeps to its host, and back (from its need on). ``segment``: the first tile of its segment, in
+    ``let_go``: when all has gone that it keeps, if its mark says so (``Marked.kept_until``). ``segment``: the first tile of its segment, in
     the order in which ranks run it. ``begun``: when that segment's backward pass begins. ``light``: whether it keeps its outputs though it
-    runs again. By carrier: ``brought``, ``returned``. By reduction: ``summed``: when devices sum, and of a single device when its last tile
-    runs; ``summed_back``: the sum of gradients. ``named``: by name of a task of a synchronization or an update; ``ready``: when all that it
-    waits for is over. ``end``: of the step.
+    runs again. ``rows_start``, ``rows_end``: of each row of marks, by name. By carrier: ``brought``, ``returned``. By reduction:
+    ``summed``: when devices sum, and of a single device when its last tile runs; ``summed_back``: the sum of gradients. ``named``: by name
+    of a task of a synchronization or an update; ``ready``: when all that it waits for is over. ``end``: of the step.
     """
 
     end: int
@@ -48,10 +48,9 @@ class Spans(NamedTuple):
     again_start: Longs
     again_end: Longs
     again_work_end: Longs
-    away_start: Longs
-    away_end: Longs
-    back_start: Longs
-    back_end: Longs
+    let_go: Longs
+    rows_start: Mapping[str, Longs]
+    rows_end: Mapping[str, Longs]
     segment: Longs
     begun: Longs
     light: Bools
@@ -79,11 +78,14 @@ def spans_of(run: Played, order: RankOrder, plan: Plan, arrays: PlanArrays) -> S
     starts, ends = np.append(run.start, NEVER), np.append(run.end, NEVER)  # the last one is that of NONE
     second = _second_runs(run, segments.number)
     second[:, unread] = NEVER
+    let_go = np.full(len(plan.tiles), NEVER)
+    for position, marked in plan.marked.items():
+        if marked.kept_until:
+            let_go = np.where(arrays.tiles.operator == position, ends[run.rows[marked.kept_until]], let_go)
     tasks = {
         "forward": run.forward,
         "backward": np.where(unread, NONE, run.backward),
         "weights": np.where(unread, NONE, run.weights),
-        "away": run.away,
         "brought": run.brought,
         "returned": run.returned,
         "summed": np.where(run.summed == NONE, run.forward[_last_members(arrays.sums, run.end[run.forward])], run.summed),
@@ -96,8 +98,9 @@ def spans_of(run: Played, order: RankOrder, plan: Plan, arrays: PlanArrays) -> S
         again_start=second[0],
         again_work_end=second[1],
         again_end=second[2],
-        back_start=np.where(run.back == NONE, NEVER, starts[run.need]),
-        back_end=ends[run.back],
+        let_go=let_go,
+        rows_start={name: starts[own] for name, own in run.rows.items()},
+        rows_end={name: ends[own] for name, own in run.rows.items()},
         segment=segments.first[segments.number],
         begun=begun[segments.number],
         light=goes_back & light[arrays.tiles.operator],

@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
+from soap.plan.marks.seam import Amount
 from soap.plan.memory_kinds import MemoryKind
 from soap.plan.plan import Plan
 from soap.plan.syncs.keeping import KeptParameter
@@ -59,7 +60,7 @@ class _Values:
         read = read_until(self._plan, self._arrays, self._spans, self._times)
         outputs = self._outputs(read)
         self._kept()
-        self._offloaded()
+        self._marked()
         self._workspace()
         self._batch()
         self._assembled()
@@ -99,23 +100,30 @@ class _Values:
         return first, second
 
     def _kept(self) -> None:
-        """Hold all that tiles keep but their outputs, and what products have made of those that run again but for them."""
-        tiles, spans = self._arrays.tiles, self._spans
-        away, everything = spans.away_start != NEVER, np.arange(len(tiles.device))
-        for place, start, end in self._lives(everything, self._times.left):
-            self._hold(tiles.device[place], start, end, tiles.kept[place], MemoryKind.KEPT, late=away[place])
-        if len(light := np.flatnonzero(spans.light)):
-            self._hold(tiles.device[light], spans.forward_start[light], self._times.last[light], tiles.product[light], MemoryKind.KEPT)
+        """Hold all that tiles keep but their outputs."""
+        tiles, let_go = self._arrays.tiles, self._spans.let_go != NEVER
+        for place, start, end in self._lives(np.arange(len(tiles.device)), self._times.left):
+            self._hold(tiles.device[place], start, end, tiles.kept[place], MemoryKind.KEPT, late=let_go[place])
 
-    def _offloaded(self) -> None:
-        """Hold all that comes back from hosts, and on CPUs, until then, the copies there."""
-        tiles, spans = self._arrays.tiles, self._spans
-        own = np.flatnonzero(spans.away_start != NEVER)
-        if len(own):
-            device, size, start = tiles.device[own], tiles.away[own], spans.back_start[own]
-            self._hold(device, start, self._times.last[own], size, MemoryKind.KEPT, early=True)
-            there = np.where(self._ledger.is_accelerator[device], 0, size)
-            self._hold(device, spans.away_start[own], spans.back_end[own], there, MemoryKind.KEPT, early=True, late=True)
+    def _marked(self) -> None:
+        """Hold what marks add (``plan.marks``)."""
+        tiles, spans, times = self._arrays.tiles, self._spans, self._times
+        for marked in dict.fromkeys(self._plan.marked.values()):
+            positions = [position for position, own in self._plan.marked.items() if own is marked]
+            for hold in marked.holds:
+                start = spans.rows_start[hold.since] if hold.since else np.where(times.goes_back, spans.forward_start, NEVER)
+                own = np.flatnonzero(np.isin(tiles.operator, positions) & (start != NEVER))
+                end = spans.rows_end[hold.until] if hold.until else times.last
+                size, device = self._amount(hold.amount)[own], tiles.device[own]
+                size = np.where(self._ledger.is_accelerator[device], 0, size) if hold.on_host else size
+                self._hold(device, start[own], end[own], size, MemoryKind.KEPT, early=bool(hold.since), late=bool(hold.until))
+
+    def _amount(self, amount: Amount) -> Longs:
+        """These bytes, by tile."""
+        tiles, outputs = self._arrays.tiles, self._arrays.outputs
+        if amount is Amount.MADE:
+            return np.bincount(outputs.tile, outputs.bytes, len(tiles.device)).astype(np.int64)
+        return tiles.product if amount is Amount.PRODUCT else tiles.away
 
     def _workspace(self) -> None:
         """Hold the workspace of tiles while they run, but for those that make something that nobody reads."""

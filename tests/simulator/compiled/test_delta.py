@@ -21,7 +21,7 @@ from soap.simulator.compiled.task_keys import FORWARD
 from soap.simulator.draws import Draws, Risk
 from soap.strategy.classical import random_config
 from soap.strategy.config import OpConfig, Strategy, SyncConfig
-from soap.strategy.kept import OFFLOADED, with_mark
+from soap.strategy.marks import OFFLOADED, with_mark
 from soap.strategy.named import named
 from soap.strategy.recomputation import LIGHT, RECOMPUTED, STAYS, with_marks
 from soap.strategy.sync import SPARSE_ALL_GATHER, parameter_server

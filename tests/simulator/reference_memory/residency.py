@@ -162,7 +162,7 @@ class _Values:
             if number in spans.away:
                 self._offloaded(number)
             if number in spans.recomputation.light:
-                self.hold(tile.device, spans.forward[number][0], spans.last(number), sizes.product, MemoryKind.KEPT)
+                self.hold(tile.device, spans.forward[number][0], spans.last(number), sizes.shares.product, MemoryKind.KEPT)
             if number not in spans.unread:
                 for start, end in (spans.forward[number], spans.second_work.get(number, (0, 0))):
                     self.hold(tile.device, start, end, sizes.shares.forward, MemoryKind.WORKSPACE)

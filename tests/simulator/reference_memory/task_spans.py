@@ -7,8 +7,9 @@ from functools import cached_property
 
 from soap.model.graph import TensorKind
 from soap.plan.departures import Route, sending_pass
-from soap.plan.offloading import kept_from_host_name, kept_to_host_name
-from soap.plan.plan import Exchange, Fetch, Message, Part, Reduction, exchange_name, message_name, need_name, reduce_name
+from soap.plan.marks.offload import AWAY, BACK, NEED
+from soap.plan.marks.seam import NOTHING
+from soap.plan.plan import Exchange, Fetch, Message, Part, Reduction, exchange_name, message_name, reduce_name, tile_task_name
 from soap.plan.recomputation import dropped_holdings, find_recomputation, remade
 from soap.plan.syncs.seam import Uses
 from soap.simulator.memory.peaks import tile_sizes
@@ -95,12 +96,12 @@ class TaskSpans:
     def _copies(self) -> tuple[dict[int, Span], dict[int, Span]]:
         away: dict[int, Span] = {}
         back: dict[int, Span] = {}
-        for number in self.backward if self.plan.offloading_operators else ():
+        for number in self.backward if self.plan.marked else ():
             tile = self.plan.tiles[number]
             op = self.plan.operator(tile)
-            if tile.operator in self.plan.offloading_operators:
-                away[number] = self.named[kept_to_host_name(op, tile)]
-                back[number] = self.named[need_name(op, tile)][0], self.named[kept_from_host_name(op, tile)][1]
+            if self.plan.marked.get(tile.operator, NOTHING).kept_until:
+                away[number] = self.named[tile_task_name(AWAY.verb, op, tile)]
+                back[number] = self.named[tile_task_name(NEED.verb, op, tile)][0], self.named[tile_task_name(BACK.verb, op, tile)][1]
         return away, back
 
     def left_by(self, message: Message, *, gradient: bool, otherwise: int) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from soap.plan.syncs.seam import Phase
 from soap.simulator.compiled.arrays import fill
 from soap.simulator.compiled.jit import compiled
-from soap.simulator.compiled.marks import runs_again
+from soap.simulator.compiled.marks import is_made_again, runs_again
 from soap.simulator.compiled.scratch import EDGES, FULL, STAMP, TASKS, USES, Scratch
 from soap.simulator.compiled.state import ARENA, SLOTS
 from soap.simulator.compiled.syncs.codes import is_gathered
@@ -21,7 +21,6 @@ from soap.simulator.compiled.syncs.members import find_geometry, find_members, f
 from soap.simulator.compiled.syncs.templates import find_template, phase_row, put_into_bucket, write_row
 from soap.simulator.compiled.task_keys import STATE_FULL
 from soap.simulator.compiled.world import World
-from soap.strategy.recomputation import LIGHT
 
 _BEFORE_FORWARD, _BEFORE_BACKWARD = int(Phase.BEFORE_FORWARD), int(Phase.BEFORE_BACKWARD)
 
@@ -165,8 +164,8 @@ def _find_needed(W):  # type: ignore[no-untyped-def]
         raise MemoryError(FULL)
     for op in range(len(G.backward) - 1, -1, -1):
         S.g_needed[op] = op
-        for i in range(G.reader_ptr[op], G.reader_ptr[op + 1] if runs_again(C.marked[op]) else G.reader_ptr[op]):
-            S.g_needed[op] = max(S.g_needed[op], G.reader[i] if C.marked[op] == LIGHT else S.g_needed[G.reader[i]])
+        for i in range(G.reader_ptr[op], G.reader_ptr[op + 1] if runs_again(C, op) else G.reader_ptr[op]):
+            S.g_needed[op] = max(S.g_needed[op], S.g_needed[G.reader[i]] if is_made_again(C, op) else G.reader[i])
 
 
 @compiled
@@ -226,7 +225,7 @@ def _add_gathers(W, buckets, uses):  # type: ignore[no-untyped-def]
     fill(S.g_count, 0, items, 0)
     for i in range(uses):
         S.g_count[S.e_dst[i]] += 1
-        S.g_count[buckets + S.e_dst[i]] += C.alive[S.e_src[i]] * (2 if runs_again(C.marked[C.owner[S.e_src[i]]]) else 1)
+        S.g_count[buckets + S.e_dst[i]] += C.alive[S.e_src[i]] * (2 if runs_again(C, C.owner[S.e_src[i]]) else 1)
     for i in range(ordered(S, buckets)):
         item = S.g_order[i]
         bucket = item % buckets
@@ -242,8 +241,9 @@ def _add_gathers(W, buckets, uses):  # type: ignore[no-untyped-def]
         if C.alive[slot] and S.g_last[bucket] >= 0:
             C.arena[S.g_count[buckets + bucket]] = slot
             S.g_count[buckets + bucket] += 1
-            if runs_again(C.marked[C.owner[slot]]):
-                C.arena[S.g_count[buckets + bucket]] = slot + 2 * C.tiles[C.owner[slot]]  # its second run
+            op = C.owner[slot]
+            if runs_again(C, op):  # its second run
+                C.arena[S.g_count[buckets + bucket]] = slot + (C.marks.again_block[C.marked[op]] - 1) * C.tiles[op]
                 S.g_count[buckets + bucket] += 1
 
 

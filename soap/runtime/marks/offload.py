@@ -1,4 +1,5 @@
-"""What autograd keeps for the tiles of offloading operators, in the host's memory between their passes (``plan.offloading``).
+"""What autograd keeps for the tiles of offloading operators, in the host's memory between their passes
+(``plan.marks.offload``).
 
 Autograd's nodes hold what they have saved, and nobody can give them something else to hold from outside; to empty a tensor's memory would
 empty it for all who read it. So while such a tile computes, hooks for saved tensors (``torch.autograd.graph.saved_tensors_hooks``) are in
@@ -11,21 +12,20 @@ in its own memory.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 
 from soap.model.graph import Operator
-from soap.plan.offloading import kept_from_host_name, kept_to_host_name
+from soap.plan.marks.offload import AWAY, BACK
+from soap.plan.plan import tile_task_name
 from soap.plan.tiling import Tile
 from soap.runtime.comm.redistribute import Communicator
+from soap.runtime.marks.seam import OnRank, Timed
 from soap.runtime.program.program import Program
 from soap.simulator.tasks import TaskKind
-
-Timed = Callable[[str, TaskKind], AbstractContextManager[None]]
-"""``StepState.task``."""
 
 
 class _Copy:
@@ -62,8 +62,8 @@ class _Handle:
         self.view: _View | None = None
 
 
-class KeptOnHost:
-    """What a rank's tiles have offloaded. ``comm``: counts the bytes."""
+class KeptOnHost(OnRank):
+    """What a rank's tiles have offloaded."""
 
     def __init__(self, program: Program, comm: Communicator) -> None:
         self._plan, self._comm, self._device = program.plan, comm, comm.device
@@ -77,7 +77,7 @@ class KeptOnHost:
         self._streams = [torch.cuda.Stream(self._device) for _ in range(streams)]  # type: ignore[no-untyped-call]
 
     @contextmanager
-    def keeping(self, tile: int, stays: Iterable[torch.Tensor], timed: Timed) -> Iterator[None]:
+    def running(self, tile: int, stays: Iterable[torch.Tensor], timed: Timed) -> Iterator[None]:
         """While a tile computes: what autograd saves is copied to the host at the end, unless it shares memory with ``stays``."""
         places = {tensor.untyped_storage().data_ptr() for tensor in stays if tensor.numel()}
         saved: list[_Handle] = []
@@ -92,14 +92,14 @@ class KeptOnHost:
 
         with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack):
             yield
-        with timed(kept_to_host_name(*self._named(tile)), TaskKind.COPY):
+        with timed(tile_task_name(AWAY.verb, *self._named(tile)), TaskKind.COPY):
             self._to_host(tile, saved)
 
-    def need(self, tile: int, timed: Timed | None = None) -> None:
+    def goes_back(self, tile: int, timed: Timed | None = None) -> None:
         """Start to copy back what comes back with a tile, unless it is back already. ``timed``: times each tile's copy."""
         for own in self._with.get(self._first.get(tile, -1), ()):
             copies = [copy for ref in self._copies.pop(own, ()) if (copy := ref()) is not None]
-            with nullcontext() if timed is None else timed(kept_from_host_name(*self._named(own)), TaskKind.COPY):
+            with nullcontext() if timed is None else timed(tile_task_name(BACK.verb, *self._named(own)), TaskKind.COPY):
                 for copy in copies:
                     self._from_host(copy)
 
@@ -153,7 +153,7 @@ class KeptOnHost:
         if copy is None or view is None:  # it is asked for while the tile still computes
             return kept.tensor
         if copy.here is None:
-            self.need(kept.tile)
+            self.goes_back(kept.tile)
         if copy.here is None:  # of a tile that has run once more since
             self._from_host(copy)
         assert copy.here is not None

@@ -1,0 +1,20 @@
+"""Recomputation (``OpConfig.recompute``): a tile runs again when the backward pass needs it, instead of keeping what it has made
+(``plan.recomputation``)."""
+
+from __future__ import annotations
+
+from soap.plan.marks.seam import FORWARD, Amount, Hold, Marked, On, Row, Takes
+from soap.strategy.marks import marks_of
+
+NEED = Row("need", "need", "recompute", backward=True, stage=3, on=On.NOTHING, takes=Takes.MOMENT, needed=True)
+
+
+def _again(takes: Takes) -> Row:
+    return Row("again", "recompute", "recompute", True, 4, On.DEVICE, takes, after=(FORWARD, 0), again=True, before_backward=True)
+
+
+_WHOLE, _LIGHT = marks_of("recompute")
+MARKED = {
+    _WHOLE: Marked((NEED, _again(Takes.PASS)), together=frozenset((_WHOLE, _LIGHT))),
+    _LIGHT: Marked((NEED, _again(Takes.LIGHT)), (Hold(Amount.PRODUCT),), keeps_outputs=True),
+}
