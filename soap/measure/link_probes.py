@@ -18,9 +18,9 @@ import numpy as np
 from soap.cluster.overheads import NO_CPU_OVERHEAD, NO_LATENCY_FACTOR, ColdPenalty, CollectiveLatencyFactor, CpuOverhead, Port, Share
 from soap.cluster.topology import Topology
 from soap.errors import ProfileError
+from soap.model.json_text import Schema, record
 from soap.plan.delivery import SMALLEST_EXCHANGE
 from soap.simulator.communication.prices import Communication
-from soap.strategy.json_text import Schema, record
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
+from soap.model.json_text import Schema, schema_of
 from soap.profiles.entries import Count, Moment, Positive
-from soap.strategy.json_text import Schema, schema_of
 
 CORRECTED = "corrected by soap-compare --calibrate"
 """Words that reports add to the source of costs."""

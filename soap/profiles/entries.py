@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Annotated, Any
 
+from soap.model.json_text import Schema, record, schema_of
 from soap.plan.compression.seam import Work
 from soap.profiles.keys import TileKey
 from soap.profiles.work import Kernel
 from soap.strategy.compression import Compression, written_settings
-from soap.strategy.json_text import Schema, record, schema_of
 
 UPDATE, COPY, RUNTIME, COMPRESSION = "update", "copy", "runtime", "compression"
 """Kinds of entries that belong to no operator: the optimizer's update of one tensor, a copy on a device (both by bytes), what the runtime

@@ -14,13 +14,13 @@ from typing import Annotated, Any
 from soap.errors import ProfileError
 from soap.files import read_text, write_text_atomically
 from soap.measure.link_probes import TIMING_SCHEMA, decode_timing, encode_timing
+from soap.model.json_text import Schema, record
 from soap.profiles import entries, keys, link_places
 from soap.profiles.corrections import Correction
 from soap.profiles.entries import Word, decode, encode
 from soap.profiles.keys import Environment
 from soap.profiles.link_places import LinkPlace
 from soap.profiles.store import Store
-from soap.strategy.json_text import Schema, record
 
 FORMAT = "soap-profile"
 VERSION = 1

@@ -15,9 +15,9 @@ from typing import Annotated, Any
 
 from soap.errors import CheckpointError
 from soap.files import read_text
+from soap.model.json_text import Schema, read_as, record, schema_of
 from soap.model.regions import Box, contains, volume, whole
 from soap.runtime.checkpoint.folder import MANIFEST
-from soap.strategy.json_text import Schema, read_as, record, schema_of
 
 FORMAT = "soap-checkpoint"
 VERSION = 1
