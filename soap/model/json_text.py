@@ -7,12 +7,15 @@ not say: ``Schema``, and ``Form`` where files have the value in another form tha
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from enum import Enum
 from functools import cache
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+if TYPE_CHECKING:
+    from jsonschema import Draft202012Validator
 
 WORDS: Mapping[Any, str] = {str: "string", int: "integer", float: "number", bool: "boolean", NoneType: "null"}
 """Plain types in schemas."""
@@ -69,6 +72,13 @@ class Form:
 
 
 @cache
+def form_of(kind: Any) -> Form | None:
+    """The form that ``Annotated`` gives a type, or its class has as ``json_form``."""
+    found = next((own for own in getattr(kind, "__metadata__", ()) if isinstance(own, Form)), None)
+    return found if found is not None or get_origin(kind) is Annotated else getattr(kind, "json_form", None)
+
+
+@cache
 def hints_of(kind: type) -> Mapping[str, Any]:
     """The types of a dataclass's fields by name, with what ``Annotated`` adds."""
     return get_type_hints(kind, include_extras=True)
@@ -78,10 +88,10 @@ def schema_of(kind: Any) -> dict[str, Any]:
     """The JSON schema of a type: a dataclass is an object with its fields, of which those with defaults may be missing, and nothing else;
     ``Annotated`` adds the rest of a schema to that of its type."""
     origin, args = get_origin(kind), get_args(kind)
+    if (form := form_of(kind)) is not None and form.schema is not None:
+        return dict(form.schema())
     if origin is Annotated:
-        whole = next((own.schema for own in args[1:] if isinstance(own, Form) and own.schema is not None), None)
-        found = schema_of(args[0]) if whole is None else dict(whole())
-        return found | {name: value for own in args[1:] if isinstance(own, Schema) for name, value in own.items()}
+        return schema_of(args[0]) | {name: value for own in args[1:] if isinstance(own, Schema) for name, value in own.items()}
     if is_dataclass(kind) and isinstance(kind, type):
         hints = hints_of(kind)
         optional = [own.name for own in fields(kind) if own.default is not MISSING or own.default_factory is not MISSING]
@@ -111,41 +121,104 @@ def record(optional: Collection[str] = (), /, **kinds: Any) -> Schema:
 
 
 def read_as(kind: Any, value: Any) -> Any:
-    """The value of a type from plain JSON values that are valid by ``schema_of`` it."""
+    """The value of a type from plain JSON values, as ``plain`` writes them. ValueError or TypeError if these are of something else: what
+    only a schema says is not checked."""
+    return reader_of(kind)(value)
+
+
+@cache
+def reader_of(kind: Any) -> Callable[[Any], Any]:
+    """``read_as`` of one type."""
     origin, args = get_origin(kind), get_args(kind)
+    if (form := form_of(kind)) is not None and form.read is not None:
+        return form.read
     if origin is Annotated:
-        read = next((own.read for own in args[1:] if isinstance(own, Form) and own.read is not None), None)
-        return read_as(args[0], value) if read is None else read(value)
-    if origin in (Union, UnionType):
-        return None if value is None else read_as(next(one for one in args if one is not NoneType), value)
+        return reader_of(args[0])
     if is_dataclass(kind) and isinstance(kind, type):
-        hints = hints_of(kind)
-        return kind(**{name: read_as(hints[name], own) for name, own in value.items()})
-    if origin is tuple:
-        kinds = (args[0],) * len(value) if args[-1] is Ellipsis else args
-        return tuple(map(read_as, kinds, value))
+        return _dataclass_reader(kind)
+    if origin in (Union, UnionType):
+        some = reader_of(next(one for one in args if one is not NoneType))
+        return lambda value: None if value is None else some(value)
+    if origin is tuple and args[-1] is not Ellipsis:
+        kinds = [reader_of(own) for own in args]
+        return lambda value: tuple(read(own) for read, own in zip(kinds, _list(value), strict=True))
+    if origin in (tuple, frozenset):
+        each = reader_of(args[0])
+        return lambda value: origin(map(each, _list(value)))
     if origin is Mapping:
-        return {name: read_as(args[1], own) for name, own in value.items()}
-    if isinstance(kind, type) and issubclass(kind, Enum):
-        return kind(value)
-    return int(value) if kind is int else value
+        names, values = map(reader_of, args)
+        return lambda value: {names(key): values(own) for key, own in _pairs(value)}
+    if kind is Any or origin is Literal:  # which schemas check
+        return lambda value: value
+    return kind if isinstance(kind, type) and issubclass(kind, Enum) else lambda value: _scalar(kind, value)
 
 
-def plain(value: Any) -> Any:
-    """The reverse of ``read_as``: the plain JSON values of dataclasses, tuples and mappings."""
-    if is_dataclass(value):
-        return {own.name: plain(getattr(value, own.name)) for own in fields(value)}
+def _dataclass_reader(kind: type) -> Callable[[Any], Any]:
+    readers: dict[str, Callable[[Any], Any]] = {}
+
+    def read(value: Any) -> Any:
+        if not readers:  # not before, as it may be one of its own fields
+            readers.update({own.name: reader_of(hints_of(kind)[own.name]) for own in fields(kind)})
+        if isinstance(value, dict):
+            return kind(**{name: readers[name](own) for name, own in value.items()})
+        return kind(*(one(own) for one, own in zip(readers.values(), _list(value), strict=True)))
+
+    return read
+
+
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise ValueError(f"{short(value)}: expected a list")
+    return value
+
+
+def _pairs(value: Any) -> Iterable[Any]:
+    return value.items() if isinstance(value, dict) else map(_list, _list(value))
+
+
+def _scalar(kind: type, value: Any) -> Any:
+    if kind is int and isinstance(value, float) and value.is_integer():  # JSON's 1.0 counts as a whole number
+        return int(value)
+    if type(value) not in ((int, float) if kind is float else (kind,)):
+        raise ValueError(f"{short(value)}: expected {kind.__name__}")
+    return value
+
+
+def plain(value: Any, *, rows: bool = False) -> Any:
+    """The reverse of ``read_as``. ``rows``: shorter, as a dataclass is the list of its fields' values, and a mapping that of its pairs."""
+    if is_dataclass(value) and not isinstance(value, type):
+        if (form := form_of(type(value))) is not None and form.write is not None:
+            return form.write(value)
+        own = {field.name: plain(getattr(value, field.name), rows=rows) for field in fields(value)}
+        return list(own.values()) if rows else own
     if isinstance(value, Mapping):
-        return {name: plain(own) for name, own in value.items()}
-    return [plain(own) for own in value] if isinstance(value, (tuple, list)) else value
+        pairs = [[plain(name, rows=rows), plain(own, rows=rows)] for name, own in value.items()]
+        return pairs if rows else dict(pairs)
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, (tuple, list, frozenset)):
+        return [plain(own, rows=rows) for own in (sorted(value) if isinstance(value, frozenset) else value)]
+    return value
 
 
-def fault(schema: Mapping[str, Any], document: Any) -> tuple[str, str] | None:
-    """The place and what is wrong there, each in one line, of the error that tells most; None if the document is valid."""
+def validator(schema: Mapping[str, Any]) -> Draft202012Validator:
+    """A validator of documents by a schema."""
     from jsonschema import Draft202012Validator  # slow to import, and needed for files only
+
+    return Draft202012Validator(schema)
+
+
+@cache
+def validator_of(kind: Any) -> Draft202012Validator:
+    """A validator of a type's plain values."""
+    return validator(schema_of(kind))
+
+
+def fault(by: Draft202012Validator, document: Any) -> tuple[str, str] | None:
+    """The place and what is wrong there, each in one line, of the error that tells most; None if the document is valid."""
     from jsonschema.exceptions import best_match
 
-    error = best_match(Draft202012Validator(schema).iter_errors(document))
+    error = best_match(by.iter_errors(document))
     if error is None:
         return None
     return "/".join(one_line(str(part), 60) for part in error.absolute_path), one_line(error.message)
@@ -171,8 +244,7 @@ def options_of(kind: type) -> tuple[Option, ...]:
             known = hints[own.name]
             if default is None and NoneType in get_args(known):
                 (known,) = (one for one in get_args(known) if one is not NoneType)
-            form = next((one for one in getattr(known, "__metadata__", ()) if isinstance(one, Form)), Form())
-            found.append(Option(own.name, known, default, form))
+            found.append(Option(own.name, known, default, form_of(known) or Form()))
     return tuple(found)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from soap.model.json_text import Schema, schema_of
+from soap.model.json_text import Schema
 from soap.profiles.entries import Count, Moment, Positive
 
 CORRECTED = "corrected by soap-compare --calibrate"
@@ -45,7 +45,3 @@ def named(kind: str, backward: bool) -> str:
     if kind.startswith("<"):
         return f"update of optimizers with {kind.strip('<>').rpartition('-')[2]} states"
     return f"{kind} {'backward' if backward else 'forward'}"
-
-
-CORRECTION_SCHEMA = schema_of(Correction)
-"""JSON schema of a correction as plain JSON values."""

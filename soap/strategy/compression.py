@@ -44,6 +44,7 @@ class Compression:
     exact_sums: ClassVar[bool] = False
     summed_state: ClassVar[tuple[str, ...]] = ("residual",)
     common_state: ClassVar[tuple[str, ...]] = ()
+    json_form: ClassVar[Form]
 
     @property
     def module(self) -> str:
@@ -226,8 +227,7 @@ def _settings_schema() -> Mapping[str, Any]:
     }
 
 
-COMPRESSION_FORM = Form(_settings_schema, read_settings, written_settings, said_settings)
-"""A method with its settings in files."""
+Compression.json_form = Form(_settings_schema, read_settings, written_settings, said_settings)
 
 _EXPECTED = {"float": "a number", "int": "a whole number", "bool": "true or false"}
 

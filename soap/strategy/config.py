@@ -18,7 +18,7 @@ from soap.model.json_text import Form, Schema
 from soap.model.regions import proportional
 from soap.schedules.named import parse
 from soap.strategy import consistency as consistencies
-from soap.strategy.compression import COMPRESSION_FORM, COMPRESSIONS, Compression
+from soap.strategy.compression import COMPRESSIONS, Compression
 from soap.strategy.kept import require_kept
 from soap.strategy.recomputation import LEVEL_FORM, LEVELS, STAYS
 from soap.strategy.shares import Shares, lowest_terms, said_shares, weights_of
@@ -116,7 +116,7 @@ class SyncConfig:
     residence: Residence = "kept"
     within: Within = "none"
     partitions: Annotated[int, Schema(minimum=1, maximum=MAX_PARTITIONS)] = 1
-    compression: Annotated[Compression, COMPRESSION_FORM] | None = None
+    compression: Compression | None = None
     offload: bool = False
 
     def __post_init__(self) -> None:

@@ -31,6 +31,7 @@ from soap.model.json_text import (
     record,
     schema_of,
     short,
+    validator,
     written_options,
 )
 from soap.strategy.config import MAX_NUMBER, WORDED, Name, OpConfig, Strategy, SyncConfig, check_config
@@ -355,11 +356,11 @@ def _parse(text: str) -> dict[str, Any]:
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         found = document.get("format") if isinstance(document, dict) else document
         raise StrategyError(f"not a strategy file: format is {short(found)}, expected {FORMAT!r}; give a file that soap-search wrote")
-    version = document.get("version")
+    version: Any = document.get("version")
     if version not in range(1, VERSION + 1) or isinstance(version, bool):
         raise StrategyError(f"strategy file has version {short(version)}; this program reads versions 1 to {VERSION}: search again with it")
     try:
-        found = fault(schema(int(document["version"])), document)
+        found = fault(validator(schema(int(version))), document)
     except RecursionError:  # from quoting a deeply nested value
         raise StrategyError("strategy file is malformed: nested too deeply; expected what soap-search wrote") from None
     if found is not None:

@@ -33,7 +33,8 @@ LEVELS = (STAYS, RECOMPUTED, LIGHT)
 
 WRITTEN = MappingProxyType({STAYS: False, RECOMPUTED: True, LIGHT: "light"})
 """A level -> what files say of it."""
-LEVEL_FORM = Form(lambda: {"enum": [*WRITTEN.values()]}, {said: level for level, said in WRITTEN.items()}.__getitem__, WRITTEN.__getitem__)
+_READ = {said: level for level, said in WRITTEN.items()}
+LEVEL_FORM = Form(lambda: {"enum": [*_READ]}, _READ.__getitem__, WRITTEN.__getitem__)
 """A level in files."""
 
 PRODUCTS = frozenset(
