@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import pytest
 from jsonschema import Draft202012Validator, ValidationError
 
-from soap.strategy.json_text import Schema, parse_json, read_as, record, schema_of
+from soap.model.json_text import Schema, parse_json, read_as, record, schema_of
 
 
 def test_plain_values() -> None:

@@ -20,8 +20,9 @@ from soap import api
 from soap.api import kept_graphs, models
 from soap.cli import rows, simulate
 from soap.errors import ModelError, SoapWarning
+from soap.model import json_text
 from soap.model.graph import OperatorGraph
-from soap.model.graph_json import graph_from, graph_values
+from soap.model.json_text import read_as
 from soap.tracing.footprints import _Trials
 from tests.kept_models import CACHE
 
@@ -61,7 +62,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 @pytest.mark.parametrize(("name", "reading"), CASES, ids=[name for name, _ in CASES])
 def test_a_graph_survives_as_text(name: str, reading: dict[str, Any]) -> None:
     graph = soap.load(f"zoo:{name}", plan_only=True, **reading).graph
-    again = graph_from(json.loads(json.dumps(graph_values(graph))))
+    again = read_as(OperatorGraph, json.loads(json.dumps(json_text.plain(graph, rows=True))))
     assert plain(again) == plain(graph)
     assert repr(plain(again)) == repr(plain(graph))  # types of numbers too
     assert again.hash == graph.hash
@@ -133,12 +134,12 @@ def test_damaged_files_are_read_anew(read: list[str], cache: Path) -> None:
 
 
 def test_values_of_something_else_are_refused() -> None:
-    values = graph_values(soap.load(SPEC, plan_only=True).graph)
+    values = json_text.plain(soap.load(SPEC, plan_only=True).graph, rows=True)
     for place, wrong in ((0, 1), (1, {}), (1, [1]), (2, [["a"]]), (3, None), (10, [["a", True]])):
         with pytest.raises((ValueError, TypeError)):
-            graph_from([*values[:place], wrong, *values[place + 1 :]])
+            read_as(OperatorGraph, [*values[:place], wrong, *values[place + 1 :]])
     with pytest.raises(ModelError, match="loss 'none' is produced by no operator"):
-        graph_from([*values[:3], "none", *values[4:]])
+        read_as(OperatorGraph, [*values[:3], "none", *values[4:]])
 
 
 def test_what_depends_on_more_is_not_kept(read: list[str], cache: Path) -> None:

@@ -1,4 +1,4 @@
-"""A field that somebody adds to a configuration is one entry in ``soap.strategy.fields``: files, hashes, ``soap-diff``, reports have it."""
+"""A field that somebody adds to a configuration is one line there: files, schema, hashes, keys, ``soap-diff`` and reports have it."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ import pytest
 from soap.cli import diff as soap_diff
 from soap.cli import plain_text
 from soap.errors import StrategyError
-from soap.strategy import config, diff, fields, json_file
+from soap.profiles.roofline import RooflineCosts
+from soap.simulator.simulate import Simulator
+from soap.strategy import config, diff, json_file
 from soap.strategy.classical import data_parallel
 from soap.strategy.config import OpConfig, Strategy, SyncConfig
-from soap.strategy.fields import OptionalField
 from tests.graph_builder import mlp
 from tests.strategies import cluster
 
 GRAPH, CLUSTER = mlp(), cluster([2, 2])
 OPERATOR, PARAMETER = GRAPH.operators[0].name, GRAPH.parameters[0].name
-MODULES: tuple[ModuleType, ...] = (diff, fields, json_file, plain_text, soap_diff)
+MODULES: tuple[ModuleType, ...] = (diff, json_file, plain_text, soap_diff)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,24 +42,15 @@ class NewStrategy(Strategy):
     rounds: int = 1
 
 
-NEW = {
-    "OPERATOR_FIELDS": OptionalField("padded", lambda: {"type": "boolean"}, bool, mark=":"),
-    "PARAMETER_FIELDS": OptionalField("density", lambda: {"type": "number", "exclusiveMinimum": 0, "maximum": 1}, float),
-    "STRATEGY_FIELDS": OptionalField("rounds", lambda: {"type": "integer", "minimum": 1}, int),
-}
-
-
 @pytest.fixture
 def _added(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the three classes and the three lists had one more field each."""
-    known = {name: (*getattr(fields, name), field) for name, field in NEW.items()}
+    """As if the three classes had one more field each."""
     classes: dict[str, Any] = {"OpConfig": NewOpConfig, "SyncConfig": NewSyncConfig, "Strategy": NewStrategy}
     for module in MODULES:
-        for name, value in (known if module is not json_file else {**known, **classes}).items():
+        for name, value in classes.items():
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, value)
     monkeypatch.setattr(config, "_USUAL_SYNC", NewSyncConfig())  # of parameters without an entry
-    monkeypatch.setattr(diff, "SyncConfig", NewSyncConfig)
 
 
 def new(**values: Any) -> NewStrategy:
@@ -81,12 +73,12 @@ def test_it_is_written_read_and_hashed(change: dict[str, Any]) -> None:
     assert json_file.loads(text, GRAPH, CLUSTER)[0] == new(**change)
     assert json_file.strategy_hash(new(**change), GRAPH) != json_file.strategy_hash(usual, GRAPH)
     assert not any(name in json_file.dumps(usual, GRAPH, CLUSTER) for name in change)
+    simulator = Simulator(GRAPH, CLUSTER, RooflineCosts(CLUSTER))
+    assert ("rounds" in change) or simulator.key(new(**change)) != simulator.key(usual)  # those of strategies are known at import
 
 
 @EACH
 def test_where_it_is_not_known_it_is_refused(change: dict[str, Any]) -> None:
-    with pytest.raises(StrategyError, match=r"list it in soap\.strategy\.fields"):
-        json_file.dumps(new(**change), GRAPH, CLUSTER)
     (name,) = change
     entries: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
         "padded": lambda document: document["operators"][OPERATOR],
@@ -99,7 +91,7 @@ def test_where_it_is_not_known_it_is_refused(change: dict[str, Any]) -> None:
         json_file.loads(json.dumps(document), GRAPH, CLUSTER)
 
 
-TOLD = {"padded": "padded:True", "density": "allreduce, density 0.01", "rounds": "rounds  default  4"}
+TOLD = {"padded": "padded:yes", "density": "allreduce, density 0.01", "rounds": "rounds  default  4"}
 
 
 @pytest.mark.usefixtures("_added")
@@ -121,6 +113,6 @@ def test_soap_diff_tells_it(change: dict[str, Any], tmp_path: Path, capsys: pyte
 @pytest.mark.usefixtures("_added")
 def test_reports_tell_it() -> None:
     strategy = new(padded=True, density=0.01)
-    assert plain_text.split(GRAPH.operators[0], strategy.operators[OPERATOR]).endswith("padded:True")
+    assert plain_text.split(GRAPH.operators[0], strategy.operators[OPERATOR]).endswith("padded:yes")
     document = plain_text.sync_document(strategy.parameters[PARAMETER])
     assert (document["density"], plain_text.sync_text(document)) == (0.01, "allreduce, density 0.01")

@@ -15,14 +15,13 @@ from soap.cluster.topology import Topology
 from soap.errors import StrategyError
 from soap.files import read_text
 from soap.model.graph import OperatorGraph
+from soap.model.json_text import one_line, parse_json, short
 from soap.search.options import OPTIMIZER_STATES
 from soap.simulator.beside import Job as Beside
 from soap.simulator.beside import beside, check_apart
 from soap.simulator.costs import CostSource
 from soap.simulator.simulate import Simulation, Simulator
 from soap.strategy.config import Strategy
-from soap.strategy.json_text import parse_json
-from soap.strategy.mismatch import one_line, short
 from soap.units import format_bytes
 
 

@@ -24,7 +24,7 @@ from typing import Any
 from soap.errors import SoapError, SoapWarning
 from soap.files import cache_folder, check_archive, read_text, write_text_atomically
 from soap.model.graph import OperatorGraph
-from soap.model.graph_json import graph_from, graph_values
+from soap.model.json_text import plain, read_as
 
 ZOO = "zoo:"
 USUAL = ("torch.float32", "highest", True)
@@ -52,7 +52,8 @@ class KeptGraph:
             record = json.loads(read_text(self._path, what="cache file"))
             if record["key"] != self._key() or record["sha256"] != _digest([record["told"], record["graph"]]):
                 return None
-            graph, told = graph_from(record["graph"]), [str(text) for text in record["told"]]
+            graph: OperatorGraph = read_as(OperatorGraph, record["graph"])
+            told = [str(text) for text in record["told"]]
         except (SoapError, ValueError, TypeError, KeyError, RecursionError):
             return None
         with suppress(OSError):
@@ -65,7 +66,7 @@ class KeptGraph:
         """Keep a graph that was read, and what was warned of meanwhile, if it is one to keep and there is a place."""
         if self._path is None or self._seen != _version_of(self._spec):
             return
-        values = graph_values(graph)
+        values = plain(graph, rows=True)
         record = {"key": self._key(), "sha256": _digest([told, values]), "told": told, "graph": values}
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)

@@ -12,6 +12,7 @@ from soap.cli.plain_text import aligned, milliseconds
 from soap.cluster.presets import says_all
 from soap.cluster.topology import Topology
 from soap.errors import TimelineError
+from soap.model.json_text import one_line, short
 from soap.profiles.corrections import Correction, named
 from soap.profiles.entries import update_family
 from soap.profiles.keys import Environment, environments, torch_version
@@ -21,7 +22,6 @@ from soap.simulator.analysis.timeline_file import Description, Timeline
 from soap.simulator.communication.prices import Communication
 from soap.simulator.simulate import costs_hash
 from soap.simulator.tasks import GRADIENTS, TaskKind
-from soap.strategy.mismatch import one_line, short
 
 LEAST_TASKS = 8
 """Fewer measured tasks of one kind and direction than this are not corrected. Tasks of every traced iteration count."""

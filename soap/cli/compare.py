@@ -15,9 +15,9 @@ from soap.cli.command import Parser, UsageError, entry_point
 from soap.cli.options import add_cluster, add_json
 from soap.cli.plain_text import aligned, milliseconds
 from soap.files import write_text_atomically
+from soap.model.json_text import one_line, short
 from soap.simulator.analysis import timeline_file
 from soap.simulator.analysis.comparison import Comparison, Group, Pair, compare
-from soap.strategy.mismatch import one_line, short
 from soap.units import format_bytes
 
 PROG = "soap-compare"

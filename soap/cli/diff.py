@@ -12,13 +12,13 @@ from soap.cli import plan_summary, reporting
 from soap.cli.command import Parser, UsageError, entry_point
 from soap.cli.options import MODEL_HELP, add_cluster, add_costs, add_json, add_reading, reading
 from soap.cli.plain_text import aligned, devices, layers, listed, milliseconds, sync_document, sync_text
+from soap.model.json_text import one_line, option_texts, options_of, short
 from soap.plan.compression.training import PLAIN, for_scaling
 from soap.simulator.folded import FoldedSimulation
 from soap.simulator.simulate import Simulation
+from soap.strategy.config import OpConfig, Strategy
 from soap.strategy.diff import Comparison, compare, grouped, masked
-from soap.strategy.fields import OPERATOR_FIELDS, STRATEGY_FIELDS, texts
 from soap.strategy.json_file import OperatorEntry, StrategyContents
-from soap.strategy.mismatch import one_line, short
 from soap.units import format_bytes
 
 PROG = "soap-diff"
@@ -198,8 +198,8 @@ def listings(comparison: Comparison, operators: int, first: str = "A", second: s
         sections.append("synchronized differently:\n" + listed(rows[: MOST_ROWS + 1]) + more)
     if comparison.options:
         rows = [("of the whole strategy", first, second)]
-        say = {field.name: field.say for field in STRATEGY_FIELDS}
-        rows += [(name, *("default" if own is None else str(say[name](own)) for own in values)) for name, *values in comparison.options]
+        say = {own.name: own.form.say for own in options_of(Strategy)}
+        rows += [(name, *("default" if own is None else say[name](own) for own in values)) for name, *values in comparison.options]
         sections.append("set differently:\n" + listed(rows))
     for letter, names in ((first, comparison.only_first), (second, comparison.only_second)):
         if names:
@@ -210,7 +210,7 @@ def listings(comparison: Comparison, operators: int, first: str = "A", second: s
 
 def _configured(entry: OperatorEntry, with_sizes: bool) -> str:
     """``b:4, replicas:2 on 0-7``, with the operator's kind if the files disagree about it."""
-    parts = [*(f"{name}:{degree}" for name, degree in entry.degrees.items()), *texts(entry.options, OPERATOR_FIELDS)]
+    parts = [*(f"{name}:{degree}" for name, degree in entry.degrees.items()), *option_texts(OpConfig, entry.options, ":")]
     sizes = " ".join([one_line(entry.kind, 40), *(f"{name}={size}" for name, size in entry.sizes.items())])
     return f"{', '.join(parts) or 'whole'} on {devices(entry.devices)}" + (f" ({sizes})" if with_sizes else "")
 

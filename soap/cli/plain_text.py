@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from soap.model.graph import Operator
-from soap.strategy.config import OpConfig, SyncConfig
+from soap.model.json_text import option_texts, written_options
+from soap.strategy.config import WORDED, OpConfig, SyncConfig
 from soap.strategy.diff import pattern_of
-from soap.strategy.fields import OPERATOR_FIELDS, PARAMETER_FIELDS, WORDED, texts, written
 from soap.strategy.json_file import compact_devices
 
 
@@ -46,7 +46,7 @@ def speed_up(baseline_ns: int, time_ns: int) -> str:
 def split(op: Operator, config: OpConfig) -> str:
     """A configuration's degrees by factor name, such as ``sample b:4, parameter n:2``; ``whole`` if nothing is split."""
     parts = [f"{f.kind.value} {f.name}:{degree}" for f, degree in zip(op.factors, config.degrees, strict=True) if degree > 1]
-    parts += texts(written(config, OPERATOR_FIELDS, ("degrees", "devices")), OPERATOR_FIELDS)
+    parts += option_texts(type(config), written_options(config), ":")
     return ", ".join(parts) or "whole"
 
 
@@ -54,15 +54,14 @@ def sync_document(sync: SyncConfig) -> dict[str, Any]:
     """How a parameter is synchronized, as plain JSON values: in words, and further fields that are not the default."""
     local = sync.within == "host" and sync.word != sync.contract.host_word
     words = {"sync": sync.word, "partitions": sync.partitions, "local_aggregation": local}
-    return {**words, **written(sync, PARAMETER_FIELDS, WORDED)}
+    return {**words, **written_options(sync, WORDED)}
 
 
 def sync_text(document: Mapping[str, Any]) -> str:
     """``parameter_server in 4 partitions with local aggregation``, of a ``sync_document``."""
     partitions = f" in {document['partitions']} partitions" if document["partitions"] > 1 else ""
     local = " with local aggregation" if document["local_aggregation"] else ""
-    further = [field for field in PARAMETER_FIELDS if field.name not in WORDED]
-    return ", ".join([f"{document['sync']}{partitions}{local}", *texts(document, further)])
+    return ", ".join([f"{document['sync']}{partitions}{local}", *option_texts(SyncConfig, document, without=WORDED)])
 
 
 def layers(names: Sequence[str]) -> str:

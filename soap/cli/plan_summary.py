@@ -16,11 +16,12 @@ from soap.cluster.topology import Topology
 from soap.model import sparse_shares
 from soap.model.batch import samples_of
 from soap.model.graph import OperatorGraph
+from soap.model.json_text import option_texts
 from soap.profiles import shares
 from soap.simulator.folded import FoldedSimulation
 from soap.simulator.simulate import Simulation, Simulator, is_large
 from soap.strategy.config import Strategy, SyncConfig
-from soap.strategy.fields import STRATEGY_FIELDS, texts, written
+from soap.strategy.json_file import whole_options
 from soap.units import format_bytes
 
 BASELINE = "data_parallel"
@@ -67,7 +68,7 @@ def document(simulator: Simulator, strategy: Strategy, simulation: Simulation | 
         "unlike_data_parallel": _differences(graph, strategy, baseline),
         "sparse": sparse_shares.document(graph),
         "synchronized": {name: sync_document(sync) for name, sync in strategy.parameters.items() if sync != SyncConfig()},
-        **({"whole_strategy": whole} if (whole := written(strategy, STRATEGY_FIELDS, ("operators", "parameters"))) else {}),
+        **({"whole_strategy": whole} if (whole := whole_options(strategy)) else {}),
         **({"compressed": compressed} if (compressed := compressing.document(simulator, strategy, simulation)) else {}),
         **recomputing.documents(simulator, strategy, simulation),
     }
@@ -91,7 +92,7 @@ def text(report: Mapping[str, Any], name: str, why: str = "") -> str:
         *([] if alike and report["same_as"] == SINGLE else [_unlike(report["unlike_data_parallel"], model["operators"])]),
         *([rows.text(report["sparse"])] if report["sparse"] else []),
         *([_synchronized(report["synchronized"])] if report["synchronized"] else []),
-        *([f"the whole strategy: {'; '.join(texts(whole, STRATEGY_FIELDS))}"] if (whole := report.get("whole_strategy")) else []),
+        *([f"the whole strategy: {'; '.join(option_texts(Strategy, whole))}"] if (whole := report.get("whole_strategy")) else []),
         *([compressing.text(report["compressed"])] if "compressed" in report else []),
         *([f"warm-up: {warm_up.text(report['warm_up'], report['predicted_ns'])}"] if report.get("warm_up") else []),
         *recomputing.texts(report),

@@ -25,6 +25,7 @@ from soap.cluster.presets import family
 from soap.cluster.topology import Topology
 from soap.errors import ProfileError, StoppedBySignal, one_of
 from soap.model.graph import OperatorGraph
+from soap.model.json_text import one_line
 from soap.profiles.corrections import CORRECTED, Correction
 from soap.profiles.exchange import export_profiles, import_profiles, shipped_profiles
 from soap.profiles.keys import only_environment
@@ -36,7 +37,6 @@ from soap.search.starts import BASELINE
 from soap.simulator.simulate import Simulator, tile_count
 from soap.strategy.classical import CLASSICAL, NAMED
 from soap.strategy.config import Strategy
-from soap.strategy.mismatch import one_line
 
 PROG = "soap-profile"
 NAMED_GROUP = "classical strategies"

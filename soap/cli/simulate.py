@@ -29,6 +29,7 @@ from soap.cluster.topology import Topology
 from soap.errors import StrategyError
 from soap.files import write_text_atomically
 from soap.model.graph import OperatorGraph
+from soap.model.json_text import short
 from soap.plan.compression.training import PLAIN, PlannedTraining, for_scaling
 from soap.search.layer_placement import LEAST_GAIN
 from soap.search.plot import check_plot
@@ -36,7 +37,6 @@ from soap.search.starts import BASELINE
 from soap.simulator.folded import FoldedSimulation
 from soap.simulator.simulate import Simulation, Simulator
 from soap.strategy.config import Strategy
-from soap.strategy.mismatch import short
 from soap.strategy.named import base_of, named
 from soap.strategy.ralp import RALP
 

@@ -11,16 +11,16 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import permutations
 from statistics import median
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from soap.cluster.overheads import NO_CPU_OVERHEAD, NO_LATENCY_FACTOR, ColdPenalty, CollectiveLatencyFactor, CpuOverhead, Port, Share
 from soap.cluster.topology import Topology
 from soap.errors import ProfileError
+from soap.model.json_text import Form, Schema, record
 from soap.plan.delivery import SMALLEST_EXCHANGE
 from soap.simulator.communication.prices import Communication
-from soap.strategy.json_text import Schema, record
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +130,7 @@ class LinkTiming:
     cpu_seconds: float
     measured_at: str = ""
     scale: float = 1.0
+    json_form: ClassVar[Form]
 
     def __post_init__(self) -> None:
         if not self.seconds or min(self.seconds) <= 0:
@@ -243,7 +244,7 @@ def probe_text(probe: Probe) -> str:
 
 
 def encode_timing(timing: LinkTiming) -> dict[str, Any]:
-    """The timing as plain JSON values, with times in whole nanoseconds, as TIMING_SCHEMA describes them; ``decode_timing`` reads them."""
+    """The timing as plain JSON values, with times in whole nanoseconds, which ``decode_timing`` reads."""
     return {
         "operation": timing.probe.operation.value,
         "devices": list(timing.probe.devices),
@@ -256,13 +257,13 @@ def encode_timing(timing: LinkTiming) -> dict[str, Any]:
 
 
 def decode_timing(given: Mapping[str, Any]) -> LinkTiming:
-    """Read a timing from values that TIMING_SCHEMA allows."""
+    """Read a timing from values that its schema allows."""
     probe = Probe(Operation(given["operation"]), tuple(given["devices"]), given["size_bytes"])
     return LinkTiming(probe, tuple(one / 1e9 for one in given["times_ns"]), given["cpu_ns"] / 1e9, given["measured_at"], given["scale"])
 
 
 _LONGEST_NS = MOST_SECONDS * 10**9
-TIMING_SCHEMA = record(
+_SCHEMA = record(
     operation=Annotated[Any, Schema(enum=[operation.value for operation in Operation])],
     devices=Annotated[tuple[Annotated[int, Schema(minimum=0, maximum=2**20)], ...], Schema(minItems=2, uniqueItems=True)],
     size_bytes=Annotated[int, Schema(minimum=1, maximum=2**62)],
@@ -271,7 +272,7 @@ TIMING_SCHEMA = record(
     measured_at=Annotated[str, Schema(maxLength=40)],
     scale=Annotated[float, Schema(exclusiveMinimum=0, maximum=1)],
 )
-"""JSON schema of an encoded timing."""
+LinkTiming.json_form = Form(lambda: _SCHEMA, decode_timing, encode_timing)
 
 
 LARGE_BYTES = 2**30

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
+from soap.model.json_text import Schema
 from soap.profiles.entries import Count, Moment, Positive
-from soap.strategy.json_text import Schema, schema_of
 
 CORRECTED = "corrected by soap-compare --calibrate"
 """Words that reports add to the source of costs."""
@@ -45,7 +45,3 @@ def named(kind: str, backward: bool) -> str:
     if kind.startswith("<"):
         return f"update of optimizers with {kind.strip('<>').rpartition('-')[2]} states"
     return f"{kind} {'backward' if backward else 'forward'}"
-
-
-CORRECTION_SCHEMA = schema_of(Correction)
-"""JSON schema of a correction as plain JSON values."""

@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
+from soap.model.json_text import Form, Schema, record
 from soap.plan.compression.seam import Work
-from soap.profiles.keys import TileKey
+from soap.profiles.keys import TileKey, Word
 from soap.profiles.work import Kernel
 from soap.strategy.compression import Compression, written_settings
-from soap.strategy.json_text import Schema, record, schema_of
 
 UPDATE, COPY, RUNTIME, COMPRESSION = "update", "copy", "runtime", "compression"
 """Kinds of entries that belong to no operator: the optimizer's update of one tensor, a copy on a device (both by bytes), what the runtime
 adds to each tile, and a work of compressing or decompressing a gradient (by elements). Angle brackets in their families keep them apart
 from operators, whose families are hexadecimal digits."""
+LAUNCH = "launch_ns"
+"""Only entries of GPUs have launch times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,7 @@ class Entry:
     backward_work: tuple[Kernel, ...] = ()
     measured_at: str = ""
     launch_ns: tuple[float, float] | None = None
+    json_form: ClassVar[Form]
 
     @property
     def points(self) -> int:
@@ -103,7 +106,7 @@ def runtime_key() -> TileKey:
 
 
 def encode(entry: Entry) -> dict[str, Any]:
-    """The entry as plain JSON values, as SCHEMA describes them; ``decode`` reads them."""
+    """The entry as plain JSON values, which ``decode`` reads."""
     return {
         "kind": entry.kind,
         "family": entry.key.family,
@@ -121,7 +124,7 @@ def encode(entry: Entry) -> dict[str, Any]:
 
 
 def decode(given: Mapping[str, Any]) -> Entry:
-    """Read an entry from values that SCHEMA allows."""
+    """Read an entry from values that its schema allows."""
     backward = given["backward_ns"]
     return Entry(
         given["kind"],
@@ -146,10 +149,7 @@ def _decode_kernel(values: Sequence[Any]) -> Kernel:
     return Kernel(*values[:7], *map(bool, values[7:]))
 
 
-LAUNCH = "launch_ns"
-"""Only entries of GPUs have launch times."""
 LARGEST = 2**62
-Word = Annotated[str, Schema(minLength=1, maxLength=200)]
 Moment = Annotated[str, Schema(maxLength=40)]
 Count = Annotated[int, Schema(minimum=1, maximum=LARGEST)]
 Positive = Annotated[float, Schema(exclusiveMinimum=0, maximum=LARGEST)]
@@ -159,9 +159,8 @@ _NotNegative = Annotated[float, Schema(minimum=0, maximum=LARGEST)]
 _Times = tuple[Positive, _NotNegative]
 _Kernel = Annotated[tuple[Word, _NotNegative, _Size, _Size, _Size, _Size, _Size, _Size, _Size], Schema(minItems=5)]
 _Work = Annotated[tuple[_Kernel, ...], Schema(maxItems=10)]
-SCHEMA = record(
-    kind=Word, family=Word, lengths=_Sizes, regions=_Sizes, entire=bool, forward_ns=_Times, backward_ns=None | _Times, repetitions=Count,
-    forward_work=_Work, backward_work=_Work, measured_at=Moment,
+_SCHEMA = record(
+    (LAUNCH,), kind=Word, family=Word, lengths=_Sizes, regions=_Sizes, entire=bool, forward_ns=_Times, backward_ns=None | _Times,
+    repetitions=Count, forward_work=_Work, backward_work=_Work, measured_at=Moment, launch_ns=tuple[_NotNegative, _NotNegative],
 )  # fmt: skip
-"""JSON schema of an encoded entry."""
-SCHEMA["properties"][LAUNCH] = schema_of(tuple[_NotNegative, _NotNegative])
+Entry.json_form = Form(lambda: _SCHEMA, decode, encode)

@@ -5,54 +5,54 @@ Some such files come with this package, each with its origin (``provenance``), w
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from soap.errors import ProfileError
 from soap.files import read_text, write_text_atomically
-from soap.measure.link_probes import TIMING_SCHEMA, decode_timing, encode_timing
-from soap.profiles import entries, keys, link_places
+from soap.measure.link_probes import LinkTiming
+from soap.model.json_text import Schema, fault, plain, read_as, validator_of
+from soap.profiles import keys, link_places
 from soap.profiles.corrections import Correction
-from soap.profiles.entries import Word, decode, encode
+from soap.profiles.entries import Entry
 from soap.profiles.keys import Environment
 from soap.profiles.link_places import LinkPlace
 from soap.profiles.store import Store
-from soap.strategy.json_text import Schema, record
 
 FORMAT = "soap-profile"
 VERSION = 1
 SHIPPED = "profile-"
-_Count = Annotated[int, Schema(minimum=0, maximum=10**6)]
-_Kind = Annotated[Any, Schema(enum=["cpu", "cuda"])]
-_Environment = Annotated[Any, record(device=Word, kind=_Kind, torch=Word, threads=_Count, neighbours=_Count, version=_Count)]
-_Place = Annotated[
-    Any,
-    record(
-        cluster=Word,
-        name=Annotated[str, Schema(maxLength=1000)],
-        devices=Annotated[str, Schema(maxLength=10**4)],
-        machine=Annotated[str, Schema(maxLength=200)],
-        backend=Word,
-        emulated=bool,
-        torch=Word,
-        version=_Count,
-    ),
-]
-_Entries = tuple[Annotated[Any, entries.SCHEMA], ...]
-_Profile = record(environment=_Environment, entries=_Entries, corrections=tuple[Correction, ...])
-_Profile["required"].remove("corrections")  # and no corrections
-SCHEMA = record(
-    format=Annotated[Any, Schema(const=FORMAT)],
-    version=Annotated[Any, Schema(const=VERSION)],
-    profiles=tuple[Annotated[Any, _Profile], ...],
-    links=tuple[Annotated[Any, record(place=_Place, timings=tuple[Annotated[Any, TIMING_SCHEMA], ...])], ...],
-    provenance=Mapping[str, str],
-)
-SCHEMA.update({"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "SOAP measurements"})
-SCHEMA["required"] = ["format", "version", "profiles"]  # files written before links were measured have none
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What was measured in one environment."""
+
+    environment: Environment
+    entries: tuple[Entry, ...]
+    corrections: tuple[Correction, ...] = ()
+
+
+@dataclass(frozen=True)
+class Links:
+    """What was measured of one place's links."""
+
+    place: LinkPlace
+    timings: tuple[LinkTiming, ...]
+
+
+@dataclass(frozen=True)
+class Document:
+    """A file. Those that were written before links were measured have none."""
+
+    format: Annotated[str, Schema(const=FORMAT)]
+    version: Annotated[int, Schema(const=VERSION)]
+    profiles: tuple[Profile, ...]
+    links: tuple[Links, ...] = ()
+    provenance: Mapping[str, str] | None = None
 
 
 def shipped_profiles() -> dict[str, Path]:
@@ -63,63 +63,50 @@ def shipped_profiles() -> dict[str, Path]:
 
 def export_profiles(store: Store, path: str | Path) -> int:
     """Write all that the store holds. Returns the numbers of measurements and corrections. Equal stores write equal bytes."""
-    profiles = [
-        {
-            "environment": asdict(environment),
-            "entries": [encode(entry) for entry in store.entries(environment)],
-            "corrections": [asdict(one) for one in store.corrections(environment)],
-        }
-        for environment in store.environments()
-    ]
-    links = [
-        {"place": asdict(place), "timings": [encode_timing(timing) for timing in store.links(place)]} for place in store.link_places()
-    ]
-    document = {"format": FORMAT, "version": VERSION, "profiles": profiles, "links": links}
+    profiles = [Profile(own, tuple(store.entries(own)), tuple(store.corrections(own))) for own in store.environments()]
+    links = [Links(place, tuple(store.links(place))) for place in store.link_places()]
+    document = plain(Document(FORMAT, VERSION, tuple(profiles), tuple(links)))
+    del document["provenance"]
     write_text_atomically(path, json.dumps(document, indent=1, allow_nan=False) + "\n", error=ProfileError)
-    kept = sum(len(profile["entries"]) + len(profile["corrections"]) for profile in profiles)
-    return kept + sum(len(own["timings"]) for own in links)
+    return _count(profiles, links)
+
+
+def _count(profiles: Sequence[Profile], links: Sequence[Links]) -> int:
+    return sum(len(own.entries) + len(own.corrections) for own in profiles) + sum(len(own.timings) for own in links)
 
 
 def import_profiles(store: Store, path: str | Path) -> int:
     """Put what a file holds into the store; it replaces entries of the same keys. Returns the numbers of both. Bad input changes
     nothing. If the file has measurements of an environment, the file's corrections replace that environment's."""
     document = _checked(read_text(path, what="profile", error=ProfileError), path)
-    found = [
-        (Environment(**own["environment"]), [*map(decode, own["entries"])], [Correction(**one) for one in own.get("corrections", [])])
-        for own in document["profiles"]
-    ]
-    links = [(LinkPlace(**own["place"]), [decode_timing(timing) for timing in own["timings"]]) for own in document.get("links", [])]
-    for environment, measured, corrections in found:
-        store.put(environment, measured)
-        store.put_corrections(environment, corrections)
-    for place, timings in links:
-        store.put_links(place, timings)
-    return sum(len(measured) + len(corrections) for _, measured, corrections in found) + sum(len(timings) for _, timings in links)
+    for own in document.profiles:
+        store.put(own.environment, own.entries)
+        store.put_corrections(own.environment, own.corrections)
+    for links in document.links:
+        store.put_links(links.place, links.timings)
+    return _count(document.profiles, document.links)
 
 
-def _checked(text: str, path: str | Path) -> dict[str, Any]:
-    from jsonschema import Draft202012Validator  # slow to import, and needed for files only
-    from jsonschema.exceptions import best_match
-
+def _checked(text: str, path: str | Path) -> Document:
     try:
         document = json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError) as cause:
         raise ProfileError(f"profile {str(path)!r} is no JSON ({cause}); expected what soap-profile export wrote") from None
     if isinstance(document, dict) and document.get("format") == FORMAT and document.get("version") != VERSION:
         raise ProfileError(f"profile {str(path)!r} has version {document.get('version')!r}; expected {VERSION}: export it again")
-    error = best_match(Draft202012Validator(SCHEMA).iter_errors(document))
-    if error is not None:
-        where = "".join(f"[{part!r}]" for part in error.absolute_path) or "the document"
-        raise ProfileError(f"profile {str(path)!r}: {where}: {error.message[:200]}; expected what soap-profile export wrote")
+    if (found := fault(validator_of(Document), document)) is not None:
+        where = found[0] or "the document"
+        raise ProfileError(f"profile {str(path)!r}: {where}: {found[1]}; expected what soap-profile export wrote")
     environments = enumerate(own["environment"] for own in document["profiles"])
     places = enumerate(own["place"] for own in document.get("links", []))
     measured = [("profiles", number, place, keys.VERSIONS[place["kind"]]) for number, place in environments]
     measured += [("links", number, place, link_places.VERSION) for number, place in places]
     for part, number, place, expected in measured:
-        if place["version"] != expected:
-            found = f"[{number}] measured in version {place['version']}; expected {expected}: measure again"
-            raise ProfileError(f"profile {str(path)!r}: {part}{found}")
-    return dict(document)
+        if place.get("version") != expected:
+            said = f"[{number}] measured in version {place.get('version')}; expected {expected}: measure again"
+            raise ProfileError(f"profile {str(path)!r}: {part}{said}")
+    whole: Document = read_as(Document, document)
+    return whole
 
 
 def _refuse(name: str) -> float:

@@ -13,7 +13,7 @@ import re
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Annotated, Any
 
 from soap.cluster.emulated import FAMILY as EMULATED
 from soap.cluster.presets import family
@@ -22,6 +22,7 @@ from soap.errors import ProfileError
 from soap.measure.this_machine import cpu_cores
 from soap.model.dtypes import TF32
 from soap.model.graph import DimMap, Operand, Operator, OperatorGraph, is_rounded_by_default
+from soap.model.json_text import Schema
 from soap.model.regions import lengths
 from soap.plan.row_counts import parameters_held
 from soap.plan.tiling import Tile, is_widened, iteration_points
@@ -33,6 +34,8 @@ VERSIONS = {"cpu": 9, "cuda": 3}
 work that is the same in all processes, since 8 with updates of tensors that are not in the caches, since 9 with random numbers in the
 work that is kept beside the times. On GPUs since 3 with casts that are named by their type, and fused updates."""
 
+Word = Annotated[str, Schema(minLength=1, maxLength=200)]
+Few = Annotated[int, Schema(minimum=0, maximum=10**6)]
 SPARSE_LOOKUP = "on rows"
 PART_OF_SUM = "part of a sum"
 """Mark of a part of a sum of a narrower type: it is computed in float32."""
@@ -102,12 +105,12 @@ class Environment:
     ``threads``: of each process, 0 on GPUs. ``neighbours``: number of processes that were kept busy meanwhile. ``version``: today's if
     not given."""
 
-    device: str
-    kind: str
-    torch: str
-    threads: int
-    neighbours: int
-    version: int = 0
+    device: Word
+    kind: Annotated[str, Schema(enum=[*VERSIONS])]
+    torch: Word
+    threads: Few
+    neighbours: Few
+    version: Few = 0
 
     def __post_init__(self) -> None:
         if not self.version:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
+from typing import Annotated
 
 from soap.cluster.topology import Topology
 from soap.measure.this_machine import cpu_cores, cpu_model
-from soap.profiles.keys import digest, torch_version
+from soap.model.json_text import Schema
+from soap.profiles.keys import Few, Word, digest, torch_version
 
 VERSION = 12
 """Version of the measurement and of its format; part of every place. Since 2 with freed memory kept (``malloc``); since 3 collectives after
@@ -24,14 +26,14 @@ class LinkPlace:
     it; otherwise empty, because a described cluster is where its description says. ``emulated``: whether on the hosts that
     ``--emulate`` makes."""
 
-    cluster: str
-    name: str = field(compare=False)
-    devices: str
-    machine: str
-    backend: str
+    cluster: Word
+    name: Annotated[str, Schema(maxLength=1000)] = field(compare=False)
+    devices: Annotated[str, Schema(maxLength=10**4)]
+    machine: Annotated[str, Schema(maxLength=200)]
+    backend: Word
     emulated: bool
-    torch: str
-    version: int = VERSION
+    torch: Word
+    version: Few = VERSION
 
     @property
     def hash(self) -> str:

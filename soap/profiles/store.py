@@ -14,21 +14,18 @@ import sqlite3
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import asdict
-from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 from soap.errors import ProfileError
 from soap.files import cache_folder
-from soap.measure.link_probes import TIMING_SCHEMA, LinkTiming, decode_timing, encode_timing, probe_text
-from soap.profiles.corrections import CORRECTION_SCHEMA, Correction
-from soap.profiles.entries import SCHEMA, Entry, decode, encode
+from soap.measure.link_probes import LinkTiming, probe_text
+from soap.model.json_text import plain, read_as, validator_of
+from soap.profiles.corrections import Correction
+from soap.profiles.entries import Entry
 from soap.profiles.keys import Environment
 from soap.profiles.link_places import LinkPlace
-
-if TYPE_CHECKING:
-    from jsonschema import Draft202012Validator
 
 FILE = "profile.sqlite"
 LAYOUT = 2
@@ -59,15 +56,6 @@ CREATE TABLE IF NOT EXISTS link_timings (
 ) WITHOUT ROWID;
 """
 _NAMES = frozenset(re.findall(r"EXISTS (\w+)", _TABLES))
-_SCHEMAS = SCHEMA, TIMING_SCHEMA, CORRECTION_SCHEMA
-_ENTRIES, _TIMINGS, _CORRECTIONS = range(len(_SCHEMAS))
-
-
-@cache
-def _validator(schema: int) -> Draft202012Validator:
-    from jsonschema import Draft202012Validator  # slow to import, and needed for what is stored only
-
-    return Draft202012Validator(_SCHEMAS[schema])
 
 
 def default_path() -> Path:
@@ -90,13 +78,13 @@ class Store:
     def put(self, environment: Environment, entries: Iterable[Entry]) -> None:
         """Keep entries; they replace earlier ones of the same keys. All or none are written. The environment's corrections are deleted,
         because they correct answers that were made without these entries."""
-        records = {entry.key.text: encode(entry) for entry in entries}
+        records = {entry.key.text: plain(entry) for entry in entries}
         self._put("environments", "entries", environment, records, outdated="corrections" if records else "")
 
     def entries(self, environment: Environment) -> list[Entry]:
         """All entries of an environment, in the order of their keys."""
         rows = self._rows("entries", "SELECT entry FROM entries WHERE environment = ? ORDER BY key", environment.hash)
-        return [decode(self._record(text, _ENTRIES)) for (text,) in rows]
+        return [self._record(Entry, text) for (text,) in rows]
 
     def environments(self) -> dict[Environment, int]:
         """The environments in the store, and the number of their entries, in the order of their texts."""
@@ -105,21 +93,21 @@ class Store:
 
     def put_corrections(self, environment: Environment, corrections: Iterable[Correction]) -> None:
         """Keep corrections; they replace earlier ones of the same kinds and directions. All or none are written."""
-        self._put("environments", "corrections", environment, {one.name: asdict(one) for one in corrections})
+        self._put("environments", "corrections", environment, {one.name: plain(one) for one in corrections})
 
     def corrections(self, environment: Environment) -> list[Correction]:
         """The corrections of an environment, in the order of their names."""
         rows = self._rows("corrections", "SELECT entry FROM corrections WHERE environment = ? ORDER BY key", environment.hash)
-        return [Correction(**self._record(text, _CORRECTIONS)) for (text,) in rows]
+        return [self._record(Correction, text) for (text,) in rows]
 
     def put_links(self, place: LinkPlace, timings: Iterable[LinkTiming]) -> None:
         """Keep timings of links; they replace earlier ones of the same probes. All or none are written."""
-        self._put("link_places", "link_timings", place, {probe_text(one.probe): encode_timing(one) for one in timings})
+        self._put("link_places", "link_timings", place, {probe_text(one.probe): plain(one) for one in timings})
 
     def links(self, place: LinkPlace) -> list[LinkTiming]:
         """All timings of a place, in the order of their probes' texts."""
         rows = self._rows("link_timings", "SELECT entry FROM link_timings WHERE place = ? ORDER BY key", place.hash)
-        return [decode_timing(self._record(text, _TIMINGS)) for (text,) in rows]
+        return [self._record(LinkTiming, text) for (text,) in rows]
 
     def link_places(self) -> dict[LinkPlace, int]:
         """The places in the store, and the number of their probes, in the order of their texts."""
@@ -152,14 +140,14 @@ class Store:
         with self._open() as base:
             return base.execute(query, values).fetchall() if table in self._tables(base) else []
 
-    def _record(self, text: str, schema: int) -> dict[str, Any]:
+    def _record(self, kind: Any, text: str) -> Any:
         try:
             record = json.loads(text)
         except (ValueError, TypeError, RecursionError):
             raise self._damaged("an entry is no JSON") from None
-        if not _validator(schema).is_valid(record):
+        if not validator_of(kind).is_valid(record):
             raise self._damaged("an entry is not as it should be")
-        return dict(record)
+        return read_as(kind, record)
 
     @contextmanager
     def _open(self, *, writing: bool = False) -> Iterator[sqlite3.Connection]:

@@ -23,10 +23,10 @@ from math import log2, prod
 
 from soap.errors import StrategyError, asked, did_you_mean
 from soap.model.graph import Operator, OperatorGraph
+from soap.model.json_text import short
 from soap.search.space import Grid, OperatorSpace, Space, grid_of
 from soap.strategy.config import OpConfig, Strategy, settled_config
 from soap.strategy.marks import FEATURES, MARKS, mark_of, marks_of, with_mark
-from soap.strategy.mismatch import short
 from soap.strategy.stages import chunks_of, stages_of_chunks
 
 _MARKS = [feature.field for feature in FEATURES]

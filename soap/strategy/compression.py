@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal, Self, get_args
 
 from soap.errors import StrategyError, one_of
+from soap.model.json_text import Form, written_options
 
 Selection = Literal["policy", "exact", "trimmed", "search", "sampled"]
 """How the largest elements are found. ``exact``: the k largest, by the maxima of blocks. ``trimmed``: the same set, by a threshold between
@@ -43,6 +44,7 @@ class Compression:
     exact_sums: ClassVar[bool] = False
     summed_state: ClassVar[tuple[str, ...]] = ("residual",)
     common_state: ClassVar[tuple[str, ...]] = ()
+    json_form: ClassVar[Form]
 
     @property
     def module(self) -> str:
@@ -186,8 +188,7 @@ def parse(text: str) -> Compression:
 
 def written_settings(compression: Compression) -> dict[str, Any]:
     """A method with the settings that differ from its defaults, as plain JSON values."""
-    own = [(field.name, getattr(compression, field.name), field.default) for field in fields(compression)]
-    return {"method": compression.name} | {name: value for name, value, usual in own if value != usual}
+    return {"method": compression.name} | written_options(compression)
 
 
 def read_settings(entry: Mapping[str, Any]) -> Compression:
@@ -215,8 +216,8 @@ def said_settings(entry: Mapping[str, Any]) -> str:
     return ", ".join([entry["method"], *(f"{name} {value}" for name, value in entry.items() if name != "method")])
 
 
-def settings_schema() -> Mapping[str, Any]:
-    """The JSON schema of such an entry, as far as it is the same for all methods; ``read_settings`` checks the rest."""
+def _settings_schema() -> Mapping[str, Any]:
+    """As far as it is the same for all methods; ``read_settings`` checks the rest."""
     value = {"type": ["number", "string", "boolean"]}
     return {
         "type": "object",
@@ -225,6 +226,8 @@ def settings_schema() -> Mapping[str, Any]:
         "additionalProperties": value,
     }
 
+
+Compression.json_form = Form(_settings_schema, read_settings, written_settings, said_settings)
 
 _EXPECTED = {"float": "a number", "int": "a whole number", "bool": "true or false"}
 

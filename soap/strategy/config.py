@@ -9,21 +9,37 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from math import prod
 from types import MappingProxyType
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 from soap.errors import StrategyError
 from soap.model.batch import MAX_MICROBATCHES, MicroBatches
 from soap.model.graph import KEEP_STATE, LOCAL_BATCH_NORM, NEXT_STATE, Operator, OperatorGraph
+from soap.model.json_text import Form, Schema
 from soap.model.regions import proportional
 from soap.schedules.named import parse
 from soap.strategy import consistency as consistencies
 from soap.strategy.compression import COMPRESSIONS, Compression
 from soap.strategy.marks import MARKS, mark_of, require_allowed, require_one, with_value
-from soap.strategy.recomputation import STAYS
-from soap.strategy.shares import Shares, lowest_terms, weights_of
-from soap.strategy.stages import require_numbers, require_stages
-from soap.strategy.sync_contracts import COMPRESSED, MAX_PREFETCH, METHODS, Contract, Owner, Residence, Within, find_contract
-from soap.strategy.workers import Workers, require_workers
+from soap.strategy.recomputation import LEVEL_FORM, STAYS
+from soap.strategy.shares import Shares, lowest_terms, said_shares, weights_of
+from soap.strategy.stages import Chunk, require_numbers, require_stages, said_stages
+from soap.strategy.sync_contracts import (
+    COMPRESSED,
+    MAX_PARTITIONS,
+    MAX_PREFETCH,
+    METHODS,
+    Contract,
+    Owner,
+    Residence,
+    Within,
+    find_contract,
+)
+from soap.strategy.workers import Workers, require_workers, said_workers
+
+MAX_NUMBER = 2**31
+"""Upper limit of degrees, replicas and sizes in files: above any real value, and small enough to compute with."""
+Name = Annotated[str, Schema(minLength=1, maxLength=1000)]
+Word = Annotated[str, Schema(minLength=1, maxLength=40)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,17 +50,17 @@ class OpConfig:
     ``devices``: one device per tile, row-major over (replica, factor 0, factor 1, …); a device may occur more than once. ``recompute``:
     what the operator makes is not kept for the backward pass, but made again then: all of it (``RECOMPUTED``), or all but its products
     (``LIGHT``, ``soap.strategy.recomputation``). ``offload``: what it keeps for its backward pass is in its host's memory until then
-    (``soap.plan.offloading``). ``shares``: for each factor that is split, in order, whole numbers in whose proportion its parts are
+    (``soap.plan.marks.offload``). ``shares``: for each factor that is split, in order, whole numbers in whose proportion its parts are
     (``regions.proportional``), () for equal parts; nothing at all if all are equal. They are kept in lowest terms. StrategyError if these
     do not agree, or several marks are asked for.
     """
 
     degrees: tuple[int, ...]
     devices: tuple[int, ...]
-    replicas: int = 1
-    recompute: int = STAYS
+    replicas: Annotated[int, Schema(minimum=1, maximum=MAX_NUMBER)] = 1
+    recompute: Annotated[int, LEVEL_FORM] = STAYS
     offload: bool = False
-    shares: Shares = ()
+    shares: Annotated[Shares, Schema(minItems=1), Form(say=said_shares)] = ()
 
     def __post_init__(self) -> None:
         if min(self.degrees, default=1) < 1 or self.replicas < 1:
@@ -97,10 +113,10 @@ class SyncConfig:
     """
 
     owner: Owner = "readers"
-    payload: str = "dense"
+    payload: Annotated[str, Schema(enum=list(dict.fromkeys(own.payload for own in METHODS)))] = "dense"
     residence: Residence = "kept"
     within: Within = "none"
-    partitions: int = 1
+    partitions: Annotated[int, Schema(minimum=1, maximum=MAX_PARTITIONS)] = 1
     compression: Compression | None = None
     offload: bool = False
 
@@ -144,6 +160,9 @@ class SyncConfig:
             raise StrategyError(f"{found}; expected {', '.join(FLOATING)}: others are not compressed")
 
 
+WORDED = ("owner", "payload", "residence", "within", "partitions")
+"""Fields of ``SyncConfig`` that people are told in words (``parameter_server in 4 partitions with local aggregation``)."""
+
 _USUAL_SYNC = SyncConfig()
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -166,12 +185,12 @@ class Strategy:
 
     operators: Mapping[str, OpConfig]
     parameters: Mapping[str, SyncConfig] = field(default_factory=dict)
-    prefetch: int = 1
-    microbatches: int = 1
-    stages: Mapping[str, int] = field(default_factory=dict)
-    schedule: str | None = None
-    consistency: str = consistencies.SYNC
-    workers: Workers | None = None
+    prefetch: Annotated[int, Schema(minimum=0, maximum=MAX_PREFETCH)] = 1
+    microbatches: Annotated[int, Schema(minimum=1, maximum=MAX_MICROBATCHES)] = 1
+    stages: Annotated[Mapping[Name, Chunk], Form(say=said_stages)] = field(default_factory=dict)
+    schedule: Word | None = None
+    consistency: Word = consistencies.SYNC
+    workers: Annotated[Workers, Form(say=said_workers)] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "consistency", str(consistencies.parse(self.consistency)))

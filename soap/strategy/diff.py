@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from soap.strategy.config import SyncConfig
-from soap.strategy.fields import PARAMETER_FIELDS, WORDED, written
+from soap.model.json_text import written_options
+from soap.strategy.config import WORDED, SyncConfig
 from soap.strategy.json_file import OperatorEntry, StrategyContents
 
 _NUMBER = re.compile(r"\d+")
@@ -76,7 +76,7 @@ def _whole(sync: SyncConfig) -> object:
 
 def _in_words(sync: SyncConfig) -> object:
     """A synchronization without what files of version 1 do not tell: which method a word means."""
-    return sync.contract.word, sync.partitions, sync.within, written(sync, PARAMETER_FIELDS, WORDED)
+    return sync.contract.word, sync.partitions, sync.within, written_options(sync, WORDED)
 
 
 def _options(first: StrategyContents, second: StrategyContents) -> list[tuple[str, Any, Any]]:

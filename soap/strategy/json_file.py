@@ -16,15 +16,26 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
 from math import prod
-from typing import Any
+from typing import Annotated, Any
 
 from soap.cluster.topology import Topology
 from soap.errors import StrategyError, one_of
 from soap.model.graph import Operator, OperatorGraph
-from soap.strategy.config import OpConfig, Strategy, SyncConfig, check_config
-from soap.strategy.fields import MAX_NUMBER, OPERATOR_FIELDS, PARAMETER_FIELDS, STRATEGY_FIELDS, WORDED, properties, read, written
-from soap.strategy.json_text import parse_json
-from soap.strategy.mismatch import cluster_differences, model_differences, one_line, short
+from soap.model.json_text import (
+    Schema,
+    fault,
+    one_line,
+    option_kinds,
+    parse_json,
+    read_options,
+    record,
+    schema_of,
+    short,
+    validator,
+    written_options,
+)
+from soap.strategy.config import MAX_NUMBER, WORDED, Name, OpConfig, Strategy, SyncConfig, check_config
+from soap.strategy.mismatch import cluster_differences, model_differences
 from soap.strategy.stages import chunks_of, stages_of
 from soap.strategy.sync import worded
 from soap.strategy.sync_contracts import MAX_PARTITIONS, Within
@@ -36,54 +47,38 @@ VERSION = 2
 WORDS_1 = ("allreduce", "allgather", "parameter_server")
 """The methods that files of version 1 may name."""
 
-_NAME: dict[str, Any] = {"type": "string", "minLength": 1, "maxLength": 1000}
-_COUNT: dict[str, Any] = {"type": "integer", "minimum": 1, "maximum": MAX_NUMBER}
-_COUNTS: dict[str, Any] = {"type": "object", "propertyNames": _NAME, "additionalProperties": _COUNT}
-
-
-def _record(known: dict[str, Any], optional: Iterable[str] = ()) -> dict[str, Any]:
-    """An object with exactly these keys, of which the optional ones may be missing."""
-    free = set(optional)
-    return {"type": "object", "properties": known, "required": [key for key in known if key not in free], "additionalProperties": False}
-
-
-_DEVICE: dict[str, Any] = {"anyOf": [{"type": "integer", "minimum": 0, "maximum": MAX_NUMBER}, _NAME]}
-_PARAMETER_1 = _record(
-    {
-        "sync": {"enum": list(WORDS_1)},
-        "partitions": {"type": "integer", "minimum": 1, "maximum": MAX_PARTITIONS},
-        "local_aggregation": {"type": "boolean"},
-    },
-    optional=("partitions", "local_aggregation"),
+_DEVICE = Annotated[Any, Schema(anyOf=[schema_of(Annotated[int, Schema(minimum=0, maximum=MAX_NUMBER)]), schema_of(Name)])]
+_COUNTS = Mapping[Name, Annotated[int, Schema(minimum=1, maximum=MAX_NUMBER)]]
+_OPERATOR = {"kind": Name, "sizes": _COUNTS, "degrees": _COUNTS, "devices": Annotated[tuple[_DEVICE, ...], Schema(minItems=1)]}
+_MODEL = record(name=str, hash=Name, operators=Annotated[int, Schema(minimum=0)])
+_CLUSTER = record(name=str, hash=Name, devices=Annotated[tuple[Name, ...], Schema(minItems=1)])
+_PARAMETER_1 = record(
+    ("partitions", "local_aggregation"),
+    sync=Annotated[Any, Schema(enum=[*WORDS_1])],
+    partitions=Annotated[int, Schema(minimum=1, maximum=MAX_PARTITIONS)],
+    local_aggregation=bool,
 )
+_APART = ("operators", "parameters")
+"""Fields of a strategy that are no options of the whole."""
 
 
 def schema(version: int = VERSION) -> dict[str, Any]:
     """The schema of one version of the format."""
-    operator = {"kind": _NAME, "sizes": _COUNTS, "degrees": _COUNTS, "devices": {"type": "array", "minItems": 1, "items": _DEVICE}}
-    optional = properties(OPERATOR_FIELDS)
-    synchronized = properties(PARAMETER_FIELDS)
-    parameter = _PARAMETER_1 if version == 1 else _record(synchronized, synchronized)
-    more = {} if version == 1 else properties(STRATEGY_FIELDS)
-    document = {
-        "format": {"const": FORMAT},
-        "version": {"const": version},
-        "model": _record({"name": {"type": "string"}, "hash": _NAME, "operators": {"type": "integer", "minimum": 0}}),
-        "cluster": _record({"name": {"type": "string"}, "hash": _NAME, "devices": {"type": "array", "minItems": 1, "items": _NAME}}),
-        "operators": {
-            "type": "object",
-            "propertyNames": _NAME,
-            "additionalProperties": _record(operator | optional, ("degrees", *optional)),
-        },
-        "parameters": {"type": "object", "propertyNames": _NAME, "additionalProperties": parameter},
+    more = {} if version == 1 else option_kinds(Strategy, _APART)
+    optional, synced = option_kinds(OpConfig), option_kinds(SyncConfig)
+    operator, parameter = record(("degrees", *optional), **_OPERATOR, **optional), record(synced, **synced)
+    document = record(
+        ("parameters", *more, "record"),
+        format=Annotated[Any, Schema(const=FORMAT)],
+        version=Annotated[Any, Schema(const=version)],
+        model=Annotated[Any, _MODEL],
+        cluster=Annotated[Any, _CLUSTER],
+        operators=Mapping[Name, Annotated[Any, operator]],
+        parameters=Mapping[Name, Annotated[Any, _PARAMETER_1 if version == 1 else parameter]],
         **more,
-        "record": {"type": "object"},
-    }
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": "SOAP parallelization strategy",
-        **_record(document, ("parameters", *more, "record")),
-    }
+        record=Mapping[str, Any],
+    )
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "SOAP parallelization strategy", **document}
 
 
 MAX_CHARACTERS = 2**28
@@ -138,7 +133,7 @@ def dumps(strategy: Strategy, graph: OperatorGraph, topology: Topology, record: 
     """The strategy as text: equal arguments give equal text. StrategyError if the strategy is illegal or the record is not JSON."""
     strategy.validate(graph, topology.device_count)
     operators = {op.name: _operator_entry(op, strategy.operators[op.name]) for op in graph.operators}
-    parameters = {name: _sync_entry(sync) for name, sync in _synchronized(strategy, graph)}
+    parameters = {name: written_options(sync) for name, sync in _synchronized(strategy, graph)}
     whole = _whole(strategy, graph)
     lines = [
         f'"format": {_text(FORMAT)}',
@@ -179,7 +174,7 @@ def loads(text: str, graph: OperatorGraph, topology: Topology, *, any_cluster: b
         configs[op.name] = _config(op, document["operators"][op.name], numbers, room)
         room -= len(configs[op.name].devices)
     syncs = {name: _sync(name, entry, sparse=name in graph.sparse) for name, entry in document.get("parameters", {}).items()}
-    strategy = Strategy(configs, syncs, **read(document, STRATEGY_FIELDS))
+    strategy = Strategy(configs, syncs, **read_options(Strategy, document, _APART))
     strategy.validate(graph, topology.device_count)
     return strategy, document.get("record", {})
 
@@ -201,14 +196,14 @@ def load_contents(text: str) -> StrategyContents:
         room -= len(operators[name].devices)
     syncs = {name: _sync(name, entry, sparse=False) for name, entry in document.get("parameters", {}).items()}
     syncs = {name: sync for name, sync in syncs.items() if sync != SyncConfig()}
-    options = written(Strategy({}, **read(document, STRATEGY_FIELDS)), STRATEGY_FIELDS, ("operators", "parameters"))
+    options = whole_options(Strategy({}, **read_options(Strategy, document, _APART)))
     return StrategyContents(header, operators, syncs, options, document.get("record", {}), int(document["version"]))
 
 
 def _contents_of(name: str, entry: Mapping[str, Any], numbers: Mapping[str, int], room: int) -> OperatorEntry:
     """An operator's entry. ``numbers``: device name -> number. ``room``: how many tiles the file may still have."""
     degrees = {factor: int(degree) for factor, degree in entry.get("degrees", {}).items() if degree > 1}
-    more = read(entry, OPERATOR_FIELDS)
+    more = read_options(OpConfig, entry)
     tiles = prod(degrees.values()) * more.get("replicas", 1)
     _check_room(name, tiles, room)
     try:
@@ -217,7 +212,7 @@ def _contents_of(name: str, entry: Mapping[str, Any], numbers: Mapping[str, int]
         raise StrategyError(f"operator {short(name)}: {cause}") from None
     if len(devices) != tiles:
         raise StrategyError(f"operator {short(name)}: {len(devices)} devices for {tiles} tiles; expected one per tile")
-    options = written(OpConfig(tuple(degrees.values()), devices, **more), OPERATOR_FIELDS, ("degrees", "devices"))
+    options = written_options(OpConfig(tuple(degrees.values()), devices, **more))
     return OperatorEntry(entry["kind"], {factor: int(size) for factor, size in entry["sizes"].items()}, degrees, devices, options)
 
 
@@ -283,10 +278,15 @@ def _expand_item(item: int | str, numbers: Mapping[str, int]) -> tuple[int, Iter
     raise StrategyError(f"unknown device {short(item)}; expected a number, a run such as '0-3', or one of {some}")
 
 
+def whole_options(strategy: Strategy) -> dict[str, Any]:
+    """What files say of a strategy beside its operators and parameters, as far as it is not the default."""
+    return written_options(strategy, _APART)
+
+
 def _whole(strategy: Strategy, graph: OperatorGraph) -> dict[str, Any]:
     """The optional fields of a strategy as a whole. Stages that mean the same are written alike."""
     plain = replace(strategy, stages=stages_of(graph, chunks_of(graph, strategy.stages))) if strategy.stages else strategy
-    return written(plain, STRATEGY_FIELDS, ("operators", "parameters"))
+    return whole_options(plain)
 
 
 def _synchronized(strategy: Strategy, graph: OperatorGraph) -> Iterator[tuple[str, SyncConfig]]:
@@ -302,30 +302,26 @@ def _operator_entry(op: Operator, config: OpConfig) -> dict[str, Any]:
         "kind": op.kind,
         "sizes": {factor.name: factor.size for factor in op.factors},
         **({"degrees": degrees} if degrees else {}),
-        **written(config, OPERATOR_FIELDS, ("degrees", "devices")),
+        **written_options(config),
         "devices": compact_devices(config.devices),
     }
-
-
-def _sync_entry(sync: SyncConfig) -> dict[str, Any]:
-    return written(sync, PARAMETER_FIELDS)
 
 
 def _hashed_entry(sync: SyncConfig) -> dict[str, Any]:
     """A synchronization's entry in ``strategy_hash``: as version 1 wrote it where it could, so that hashes stay the same."""
     word = sync.contract.word
     if word not in WORDS_1:
-        return _sync_entry(sync)
+        return written_options(sync)
     more: dict[str, Any] = {"partitions": sync.partitions} if sync.partitions > 1 else {}
     more |= {"local_aggregation": True} if sync.within == "host" else {}
-    return {"sync": word, **more, **written(sync, PARAMETER_FIELDS, WORDED)}
+    return {"sync": word, **more, **written_options(sync, WORDED)}
 
 
 def _sync(name: str, entry: Mapping[str, Any], *, sparse: bool) -> SyncConfig:
     """A parameter's synchronization from its entry. ``sparse``: whether the parameter is sparse, as far as is known."""
     try:
         if "sync" not in entry:
-            return SyncConfig(**read(entry, PARAMETER_FIELDS))
+            return SyncConfig(**read_options(SyncConfig, entry))
         within: Within = "host" if entry.get("local_aggregation", False) else "none"
         return worded(entry["sync"], int(entry.get("partitions", 1)), within, sparse=sparse)
     except StrategyError as cause:
@@ -360,24 +356,16 @@ def _parse(text: str) -> dict[str, Any]:
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         found = document.get("format") if isinstance(document, dict) else document
         raise StrategyError(f"not a strategy file: format is {short(found)}, expected {FORMAT!r}; give a file that soap-search wrote")
-    version = document.get("version")
+    version: Any = document.get("version")
     if version not in range(1, VERSION + 1) or isinstance(version, bool):
         raise StrategyError(f"strategy file has version {short(version)}; this program reads versions 1 to {VERSION}: search again with it")
     try:
-        _check_schema(document)
+        found = fault(validator(schema(int(version))), document)
     except RecursionError:  # from quoting a deeply nested value
         raise StrategyError("strategy file is malformed: nested too deeply; expected what soap-search wrote") from None
+    if found is not None:
+        raise StrategyError(f"strategy file is malformed at {found[0] or 'top level'}: {found[1]}; expected what soap-search wrote")
     return document
-
-
-def _check_schema(document: dict[str, Any]) -> None:
-    from jsonschema import Draft202012Validator  # slow to import, and needed for files only
-    from jsonschema.exceptions import best_match
-
-    error = best_match(Draft202012Validator(schema(int(document["version"]))).iter_errors(document))
-    if error is not None:
-        place = "/".join(one_line(str(part), 60) for part in error.absolute_path) or "top level"
-        raise StrategyError(f"strategy file is malformed at {place}: {one_line(error.message)}; expected what soap-search wrote")
 
 
 def _config(op: Operator, entry: Mapping[str, Any], numbers: Mapping[str, int], room: int) -> OpConfig:
@@ -393,7 +381,7 @@ def _config(op: Operator, entry: Mapping[str, Any], numbers: Mapping[str, int], 
                 f"operator {op.name!r}: degree {degrees[factor.name]} of factor {factor.name!r} exceeds its size {factor.size}; "
                 "lower the degree"
             )
-    split, more = tuple(degrees.get(name, 1) for name in names), read(entry, OPERATOR_FIELDS)
+    split, more = tuple(degrees.get(name, 1) for name in names), read_options(OpConfig, entry)
     tiles = prod(split) * more.get("replicas", 1)
     _check_room(op.name, tiles, room)
     try:

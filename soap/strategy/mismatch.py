@@ -7,6 +7,7 @@ from typing import Any
 
 from soap.cluster.topology import Topology
 from soap.model.graph import Operator, OperatorGraph
+from soap.model.json_text import one_line, short
 
 
 def model_differences(document: Mapping[str, Any], graph: OperatorGraph) -> list[str]:
@@ -63,14 +64,3 @@ def cluster_differences(cluster: Mapping[str, Any], topology: Topology) -> list[
 def _some(values: Sequence[str], most: int = 4, *, quote: bool = True) -> str:
     shown = ", ".join(short(value) if quote else one_line(value) for value in values[:most])
     return shown + (f" and {len(values) - most} more" if len(values) > most else "")
-
-
-def one_line(text: str, most: int = 160) -> str:
-    """Text from outside, made safe for a message: no line breaks or control characters, at most ``most`` characters."""
-    line = "".join(c if c.isprintable() else "?" for c in " ".join(text[: 4 * most].split()))
-    return line if len(line) <= most else line[: most - 1] + "…"
-
-
-def short(value: object) -> str:
-    """A value from outside, as messages show it: short, and of a list or object only the type."""
-    return f"a {type(value).__name__}" if isinstance(value, (dict, list)) else one_line(repr(value), 60)

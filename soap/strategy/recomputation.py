@@ -15,10 +15,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from soap.model.batch import MicroBatches
 from soap.model.graph import KEEP_STATE, NEXT_STATE, RECURRENT_KINDS, Operator, OperatorGraph
+from soap.model.json_text import Form
 from soap.model.layers import layers_of
 
 if TYPE_CHECKING:
@@ -31,6 +32,9 @@ LEVELS = (STAYS, RECOMPUTED, LIGHT)
 
 WRITTEN = MappingProxyType({STAYS: False, RECOMPUTED: True, LIGHT: "light"})
 """A level -> what files say of it."""
+_READ = {said: level for level, said in WRITTEN.items()}
+LEVEL_FORM = Form(lambda: {"enum": [*_READ]}, _READ.__getitem__, WRITTEN.__getitem__)
+"""A level in files."""
 
 PRODUCTS = frozenset(
     {"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "conv1d", "conv2d", "conv3d", "convolution", "scaled_dot_product_attention"}
@@ -41,16 +45,6 @@ WORTH = 2
 """Runs between lows that are not half as high as both sides have to make this many times what is held because of them."""
 MOST_LOWS = 256
 """So many of these lows are weighed, the lowest ones."""
-
-
-def read_level(written: Any) -> int:
-    """The reverse of ``WRITTEN``."""
-    return LIGHT if written == WRITTEN[LIGHT] else int(written)
-
-
-def said_level(written: Any) -> str:
-    """What people are told of a level as it is written."""
-    return {False: "no", True: "yes"}.get(written, str(written))
 
 
 def has_product(op: Operator) -> bool:

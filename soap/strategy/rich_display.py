@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
-from soap.strategy.fields import OPERATOR_FIELDS, PARAMETER_FIELDS, STRATEGY_FIELDS, WORDED, texts, written
-from soap.strategy.json_file import compact_devices
+from soap.model.json_text import option_texts, written_options
+from soap.strategy.config import WORDED
+from soap.strategy.json_file import compact_devices, whole_options
 
 if TYPE_CHECKING:
     from soap.model.graph import OperatorGraph
@@ -36,7 +37,7 @@ def bars(numbers: Sequence[float]) -> list[str]:
 
 def strategy_html(strategy: Strategy, graph: OperatorGraph | None = None) -> str:
     """The strategy: equal operators on one line, and parameters not all-reduced. ``graph``: its model's, for names of factors."""
-    whole = texts(written(strategy, STRATEGY_FIELDS, ("operators", "parameters")), STRATEGY_FIELDS)
+    whole = option_texts(type(strategy), whole_options(strategy))
     title = f"strategy of {len(strategy.operators):,} operators" + "".join(f", {text}" for text in whole)
     split = [(_degrees(name, config, graph), str(_places(config)), name) for name, config in strategy.operators.items()]
     found = f"<b>{escape(title)}</b>" + table(("operators", "split", "devices"), _grouped(split))
@@ -57,7 +58,7 @@ def _names(names: Sequence[str]) -> str:
 
 
 def _degrees(name: str, config: OpConfig, graph: OperatorGraph | None) -> str:
-    further = texts(written(config, OPERATOR_FIELDS, ("degrees", "devices")), OPERATOR_FIELDS)
+    further = option_texts(type(config), written_options(config), ":")
     if graph is None:
         parts = ["·".join(map(str, config.degrees))] if any(degree > 1 for degree in config.degrees) else []
     else:
@@ -72,5 +73,4 @@ def _places(config: OpConfig) -> str:
 
 def _words(sync: SyncConfig) -> str:
     partitions = [f"{sync.partitions} partitions"] if sync.partitions > 1 else []
-    further: Mapping[str, object] = written(sync, PARAMETER_FIELDS, WORDED)
-    return ", ".join([sync.word, *partitions, *texts(further, [own for own in PARAMETER_FIELDS if own.name not in WORDED])])
+    return ", ".join([sync.word, *partitions, *option_texts(type(sync), written_options(sync, WORDED))])

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from math import gcd
-from typing import Any
+from typing import Annotated
 
 from soap.errors import StrategyError
-
-Shares = tuple[tuple[int, ...], ...]
-"""For each factor that is split, the weights of its parts; () for equal parts."""
+from soap.model.json_text import Schema
 
 MOST_WEIGHT = 2**20
 """Upper limit of a weight: above any number of samples of a device."""
+
+Shares = tuple[tuple[Annotated[int, Schema(minimum=1, maximum=MOST_WEIGHT)], ...], ...]
+"""For each factor that is split, the weights of its parts; () for equal parts."""
 
 
 def lowest_terms(degrees: Sequence[int], shares: Shares) -> Shares:
@@ -41,22 +42,6 @@ def shares_of(degrees: Sequence[int], weights: Sequence[Sequence[int]]) -> Share
 def _wanted(split: Sequence[int]) -> str:
     lists = ", ".join(f"{degree} numbers" for degree in split)
     return f"a list for each factor that is split, of {lists}, or none for equal parts" if split else "none, as no factor is split"
-
-
-def schema() -> Mapping[str, Any]:
-    """Of strategy files."""
-    weights = {"type": "array", "items": {"type": "integer", "minimum": 1, "maximum": MOST_WEIGHT}}
-    return {"type": "array", "minItems": 1, "items": weights}
-
-
-def read_shares(value: Sequence[Sequence[int]]) -> Shares:
-    """From a file."""
-    return tuple([tuple([int(weight) for weight in own]) for own in value])
-
-
-def written_shares(shares: Shares) -> list[list[int]]:
-    """For a file."""
-    return [list(own) for own in shares]
 
 
 def said_shares(value: Iterable[Sequence[int]]) -> str:

@@ -10,10 +10,11 @@ No operator may read from a chunk behind its own. Each device belongs to one sta
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from soap.errors import StrategyError
 from soap.model.graph import KEEP_STATE, NEXT_STATE, OperatorGraph
+from soap.model.json_text import Schema
 from soap.schedules.contract import Shape
 from soap.schedules.named import NamedSchedule, parse
 from soap.schedules.table import MOST_CHUNKS
@@ -23,6 +24,13 @@ if TYPE_CHECKING:
 
 SETTLED = (NEXT_STATE, KEEP_STATE)
 """Kinds of operators whose devices follow from the cluster, and so do not count as a stage's."""
+Chunk = Annotated[int, Schema(minimum=0, maximum=MOST_CHUNKS - 1)]
+"""A chunk's number."""
+
+
+def said_stages(stages: Mapping[str, int]) -> str:
+    """``Strategy.stages`` for people."""
+    return ", ".join(f"{chunk} from {name}" for name, chunk in stages.items())
 
 
 def chunks_of(graph: OperatorGraph, stages: Mapping[str, int]) -> tuple[int, ...]:

@@ -10,17 +10,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from soap.errors import StrategyError
 from soap.model.batch import sample_factor, samples_of
 from soap.model.graph import OperatorGraph
+from soap.model.json_text import Schema
 from soap.strategy.stages import SETTLED
 
 if TYPE_CHECKING:
     from soap.strategy.config import Strategy
 
 MOST_WORKERS, MOST_IN_FLIGHT = 4096, 1024
+Group = Annotated[tuple[Annotated[int, Schema(minimum=0, maximum=2**31)], ...], Schema(minItems=1)]
+"""The devices of a worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +31,8 @@ class Workers:
     """``groups``: the devices of each worker. ``in_flight``: minibatches that are in each worker's pipeline at once, without a flush; so
     many are a wave. StrategyError if a device is in two groups, or numbers are out of range."""
 
-    groups: tuple[tuple[int, ...], ...]
-    in_flight: int = 1
+    groups: Annotated[tuple[Group, ...], Schema(minItems=1, maxItems=MOST_WORKERS)]
+    in_flight: Annotated[int, Schema(minimum=1, maximum=MOST_IN_FLIGHT)] = 1
 
     def __post_init__(self) -> None:
         if not 1 <= self.in_flight <= MOST_IN_FLIGHT:
@@ -41,28 +44,8 @@ class Workers:
             raise StrategyError(f"workers: device {twice[0]} is in several of them, or below 0; expected each worker to have its own")
 
 
-def schema() -> Mapping[str, Any]:
-    """Of an entry in a file."""
-    group = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0, "maximum": 2**31}}
-    known = {
-        "groups": {"type": "array", "minItems": 1, "maxItems": MOST_WORKERS, "items": group},
-        "in_flight": {"type": "integer", "minimum": 1, "maximum": MOST_IN_FLIGHT},
-    }
-    return {"type": "object", "properties": known, "required": list(known), "additionalProperties": False}
-
-
-def read(entry: Mapping[str, Any]) -> Workers:
-    """From a file."""
-    return Workers(tuple(tuple(map(int, own)) for own in entry["groups"]), int(entry["in_flight"]))
-
-
-def written(workers: Workers) -> dict[str, Any]:
-    """For a file."""
-    return {"groups": [list(own) for own in workers.groups], "in_flight": workers.in_flight}
-
-
-def said(entry: Mapping[str, Any]) -> str:
-    """An entry, for people."""
+def said_workers(entry: Mapping[str, Any]) -> str:
+    """An entry of a file, for people."""
     groups = "; ".join(" ".join(map(str, own)) for own in entry["groups"])
     return f"{len(entry['groups'])} on devices {groups}, {entry['in_flight']} minibatches in flight"
 

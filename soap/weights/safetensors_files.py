@@ -11,7 +11,7 @@ import torch
 
 from soap.errors import ModelError, SoapWarning, first_line
 from soap.files import read_text
-from soap.strategy.json_text import parse_json
+from soap.model.json_text import parse_json
 from soap.weights.places import INDEX, SINGLE, SUFFIX
 from soap.weights.seam import Kind
 

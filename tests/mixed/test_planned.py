@@ -13,11 +13,11 @@ from soap.errors import StrategyError
 from soap.mixed.partitioning import Partitioner, WorkerPlan
 from soap.mixed.planned import minibatch_of, stages_of, strategy_of
 from soap.model.graph import OperatorGraph
+from soap.model.json_text import option_texts, read_options, written_options
 from soap.profiles.roofline import RooflineCosts
 from soap.simulator.simulate import Simulator
 from soap.strategy.config import OpConfig, Strategy
 from soap.strategy.diff import compare
-from soap.strategy.fields import STRATEGY_FIELDS, texts
 from soap.strategy.json_file import dumps, load_contents, loads, strategy_hash
 from soap.strategy.workers import Workers
 from soap.tracing.load import load_model
@@ -62,13 +62,13 @@ def test_files_hashes_and_differences_have_it(both: OperatorGraph, strategy: Str
     assert strategy_hash(other, both) != strategy_hash(strategy, both)
     found = compare(load_contents(text), load_contents(dumps(other, both, TOPOLOGY)))
     assert [name for name, *_ in found.options] == ["workers"] and not found.differences
-    assert texts(load_contents(text).options, STRATEGY_FIELDS)[-1].endswith("minibatches in flight")
+    assert option_texts(Strategy, load_contents(text).options)[-1].endswith("minibatches in flight")
 
 
 @given(workers_of(6))
 def test_every_legal_value_is_written_and_read(workers: Workers) -> None:
-    field = next(own for own in STRATEGY_FIELDS if own.name == "workers")
-    assert field.read(field.write(workers)) == workers
+    asked = Strategy({}, consistency="async", workers=workers)
+    assert read_options(Strategy, written_options(asked, ("operators", "parameters")))["workers"] == workers
     assert Strategy({}, consistency="async", workers=workers).with_changes().workers == workers
 
 

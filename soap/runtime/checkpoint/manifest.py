@@ -15,9 +15,9 @@ from typing import Annotated, Any
 
 from soap.errors import CheckpointError
 from soap.files import read_text
+from soap.model.json_text import Schema, fault, read_as, record, schema_of, validator
 from soap.model.regions import Box, contains, volume, whole
 from soap.runtime.checkpoint.folder import MANIFEST
-from soap.strategy.json_text import Schema, read_as, record, schema_of
 
 FORMAT = "soap-checkpoint"
 VERSION = 1
@@ -158,7 +158,8 @@ def read_manifest(checkpoint: Path) -> Manifest:
     version = document.get("version")
     if version != VERSION or isinstance(version, bool):
         raise CheckpointError(f"checkpoint {str(checkpoint)!r} has version {str(version)[:40]!r}; this program reads version {VERSION}")
-    _check_schema(path, document)
+    if (found := fault(validator(SCHEMA), document)) is not None:
+        raise damaged(path, f"at {found[0] or 'top level'}: {found[1][:120]}")
     manifest = _manifest(path, document)
     for name, size in manifest.files.items():
         _check_file(checkpoint / name, size)
@@ -200,16 +201,6 @@ def _check_file(path: Path, size: int) -> None:
 _HEAD = {"format": {"const": FORMAT}, "version": {"const": VERSION}}
 _CONTENT = schema_of(Manifest)
 SCHEMA = {**_CONTENT, "properties": {**_HEAD, **_CONTENT["properties"]}, "required": [*_HEAD, *_CONTENT["required"]]}
-
-
-def _check_schema(path: Path, document: dict[str, Any]) -> None:
-    from jsonschema import Draft202012Validator  # slow to import, and needed for files only
-    from jsonschema.exceptions import best_match
-
-    error = best_match(Draft202012Validator(SCHEMA).iter_errors(document))
-    if error is not None:
-        place = "/".join(str(part)[:60] for part in error.absolute_path) or "top level"
-        raise damaged(path, f"at {place}: {' '.join(error.message.split())[:120]}")
 
 
 def _manifest(path: Path, document: Mapping[str, Any]) -> Manifest:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from statistics import median
 
 from soap.errors import TimelineError
+from soap.model.json_text import short
 from soap.simulator.analysis.timeline_file import Description, TimedTask, Timeline
-from soap.strategy.mismatch import short
 
 WORST = 10
 

@@ -12,10 +12,9 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, TypeVar, cast
 
 from soap.errors import TimelineError
+from soap.model.json_text import one_line, parse_json, short
 from soap.simulator.analysis.timeline import NS_PER_US, Trace, merge_traces
 from soap.simulator.tasks import TaskKind
-from soap.strategy.json_text import parse_json
-from soap.strategy.mismatch import one_line, short
 
 FORMAT = "soap-timeline"
 VERSION = 1

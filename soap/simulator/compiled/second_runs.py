@@ -252,6 +252,7 @@ def link_second_runs(W: World, op: int) -> None:
                         n = S.count[EDGES]
                         if n + 1 > len(S.e_src):
                             raise MemoryError(FULL)
-                        S.e_src[n], S.e_dst[n] = count + S.h_tile[hold], C.tile_slot[reader] + C.marks.again_block[C.marked[reader]] * others + tile
+                        block = C.tile_slot[reader] + C.marks.again_block[C.marked[reader]] * others
+                        S.e_src[n], S.e_dst[n] = count + S.h_tile[hold], block + tile
                         S.count[EDGES] = n + 1
             consumer = S.c_next[consumer]

@@ -2,8 +2,9 @@
 
 A *slot* is a task's place in the arrays. Each operator has a block of slots for the forward passes of its tiles, followed by as many for
 their backward passes (``alive`` says whether one takes place; the rows that a mark adds follow; weight gradients, if backward passes are in
-two, come last), and a block for the tasks that move its outputs and sum its partial results. ``arena`` has the edges, operator by operator: for each source a row with the slots of its successors.
-Blocks are never changed, only replaced, so the old ones are still there when a change is undone.
+two, come last), and a block for the tasks that move its outputs and sum its partial results. ``arena`` has the edges, operator by operator:
+for each source a row with the slots of its successors. Blocks are never changed, only replaced, so the old ones are still there when a
+change is undone.
 """
 
 from __future__ import annotations
