@@ -20,7 +20,6 @@ from soap.plan.pass_order import Pass, PassOrder
 from soap.plan.tiling import Tile
 from soap.strategy.compression import Compression
 from soap.strategy.config import Strategy
-from soap.strategy.marks import mark_of
 from soap.strategy.sync_contracts import Contract, named
 
 if TYPE_CHECKING:
@@ -242,8 +241,8 @@ class Plan:
     @cached_property
     def marked(self) -> Mapping[int, Marked]:
         """Position of an operator that has a mark -> what that adds to its tiles."""
-        marks = ((i, mark_of(self.strategy.operators[op.name])) for i, op in enumerate(self.graph.operators))
-        return {i: marked(mark) for i, mark in marks if mark}
+        own = ((i, marked(self.strategy.operators[op.name])) for i, op in enumerate(self.graph.operators))
+        return {i: adds for i, adds in own if adds.rows}
 
     @cached_property
     def recomputed_operators(self) -> frozenset[int]:

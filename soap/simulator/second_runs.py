@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from soap.cluster.host_links import host_link
 from soap.plan.marks.seam import FORWARD as FORWARD_PASS
-from soap.plan.marks.seam import NOTHING, Marked, On, Row, Takes, marked
+from soap.plan.marks.seam import MOMENT_NS, NOTHING, Marked, On, Row, Takes, all_marked
 from soap.plan.plan import Plan, tile_task_name
 from soap.plan.recomputation import find_recomputation
 from soap.plan.tiling import Tile
@@ -22,9 +22,6 @@ from soap.simulator.communication.offloading import DOWN, UP, copy_ns, offload_r
 from soap.simulator.memory.peaks import away_bytes
 from soap.simulator.task_list import BACKWARD, FORWARD, TaskList
 from soap.simulator.tasks import TaskKind
-
-MOMENT_NS = 1
-"""What a row takes that does nothing, as a task takes time."""
 
 
 class Need(NamedTuple):
@@ -64,9 +61,9 @@ class SecondRuns:
         carries = self._plan.graph.tensors[fetch.tensor].requires_grad
         for holding in local:
             held = self._plan.holdings[holding]
-            together = self._mark(held.tile).together
+            together = [all_marked()[mark] for mark in self._mark(held.tile).together]
             for tile, _ in fetch.consumers:
-                if links and held.reduction is None and tile in self.needs and self._mark(tile) in map(marked, together):
+                if links and held.reduction is None and tile in self.needs and self._mark(tile) in together:
                     self._claim(holding, self.needs[tile])
                 elif carries and tile in self._backward:
                     self._claim(holding, Need(self._precedence(tile), self._backward[tile]))

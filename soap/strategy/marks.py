@@ -107,8 +107,9 @@ def with_mark(config: C, mark: int) -> C:
 
 def with_value(config: C, field: str, value: object) -> C:
     """The configuration with this value of a feature's field; if that is not the default, without any other mark."""
+    changes: dict[str, Any] = {field: value}
     number = _NUMBERS.get((field, value), 0)
-    return with_mark(config, number) if number else replace(config, **{field: value})
+    return with_mark(config, number) if number else replace(config, **changes)
 
 
 def with_each_mark(strategy: Strategy, marks: Mapping[str, int]) -> Strategy:

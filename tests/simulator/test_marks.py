@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from soap.plan.marks.seam import FORWARD, all_marked, marked, row_names
+from soap.plan.marks.seam import FORWARD, all_marked, row_names
 from soap.simulator.compiled.marks import BACKWARD_BLOCK, ROW_BLOCKS, mark_tables
 from soap.simulator.costs import ROW_NS
 from soap.simulator.tasks import TaskKind
@@ -16,7 +16,7 @@ EACH = pytest.mark.parametrize("mark", range(1, len(MARKS)), ids=lambda mark: f"
 
 @EACH
 def test_rows_and_holds_of_a_mark_refer_to_each_other(mark: int) -> None:
-    own = marked(mark)
+    own = all_marked()[mark]
     names = [row.name for row in own.rows]
     assert len({*names}) == len(names) and {*names} <= {*row_names()}
     for place, row in enumerate(own.rows):
@@ -39,7 +39,7 @@ def test_ids_of_the_rows_of_all_marks_differ() -> None:
 
 @EACH
 def test_compiled_code_knows_what_waits_for_what(mark: int) -> None:
-    tables, rows = mark_tables(), marked(mark).rows
+    tables, rows = mark_tables(), all_marked()[mark].rows
     assert tables.ptr[mark + 1] - tables.ptr[mark] == len(rows)
     for source in range(FORWARD, len(rows)):
         place = tables.ptr[mark] + mark + source + 1

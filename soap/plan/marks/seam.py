@@ -6,17 +6,18 @@ and what memory is held because of them. Lowering, compiled lowering, memory and
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
 from importlib import import_module
 
-from soap.strategy.config import Strategy
+from soap.strategy.config import OpConfig, Strategy
 from soap.strategy.marks import MARKS, mark_of
 
 FORWARD = -1
 """In place of a row: the tile's forward pass."""
+MOMENT_NS = 1
+"""What a row takes that does nothing, as a task takes time."""
 
 
 class On(IntEnum):
@@ -107,11 +108,6 @@ class Marked:
         return self.again is None and not self.kept_until
 
     @property
-    def on_hosts(self) -> bool:
-        """Whether hosts keep something."""
-        return any(hold.on_host for hold in self.holds)
-
-    @property
     def needed(self) -> bool:
         """Whether something waits until the backward pass needs what the tile has made."""
         return any(row.needed for row in self.rows)
@@ -122,26 +118,23 @@ NOTHING = Marked()
 
 
 @cache
-def marked(mark: int) -> Marked:
-    """What a mark adds: in the module with its field's name, ``MARKED`` by mark."""
-    if not mark:
-        return NOTHING
-    own: Mapping[int, Marked] = import_module(f"soap.plan.marks.{MARKS[mark].field}").MARKED
-    return own[mark]
-
-
-def kept_on_hosts(strategy: Strategy) -> bool:
-    """Whether hosts keep something because of marks."""
-    return any(marked(mark_of(config)).on_hosts for config in strategy.operators.values())
-
-
-@cache
 def all_marked() -> tuple[Marked, ...]:
-    """What each mark adds."""
-    return tuple(marked(mark) for mark in range(len(MARKS)))
+    """What each mark adds: in the module with its field's name ``MARKED``, by mark."""
+    modules = {mark.field: import_module(f"soap.plan.marks.{mark.field}") for mark in MARKS if mark.field}
+    return tuple(modules[mark.field].MARKED[number] if mark.field else NOTHING for number, mark in enumerate(MARKS))
 
 
 @cache
 def row_names() -> tuple[str, ...]:
     """The names of all rows, each once."""
     return tuple(dict.fromkeys(row.name for own in all_marked() for row in own.rows))
+
+
+def marked(config: OpConfig) -> Marked:
+    """What a configuration's mark adds."""
+    return all_marked()[mark_of(config)]
+
+
+def kept_on_hosts(strategy: Strategy) -> bool:
+    """Whether hosts keep something because of marks."""
+    return any(hold.on_host for config in strategy.operators.values() for hold in marked(config).holds)

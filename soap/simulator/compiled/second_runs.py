@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from soap.plan.marks.seam import MOMENT_NS
 from soap.simulator.compiled.arrays import fill
 from soap.simulator.compiled.fetches import is_remote
 from soap.simulator.compiled.holdings import tile_count
@@ -29,7 +30,6 @@ from soap.simulator.compiled.task_keys import BACKWARD, FORWARD, set_key, task_k
 from soap.simulator.compiled.tile_times import PASSES
 from soap.simulator.compiled.variants import AWAY, CELLS, PARTS
 from soap.simulator.compiled.world import World
-from soap.simulator.second_runs import MOMENT_NS
 
 NONE = -1
 """Claim of a tile that nobody needs."""

@@ -13,7 +13,6 @@ from soap.cluster.topology import Topology
 from soap.model.graph import DimMap, Operand, Operator, OperatorGraph, TensorKind
 from soap.plan.marks.seam import marked
 from soap.strategy.config import OpConfig, Strategy
-from soap.strategy.marks import mark_of
 
 
 def with_backward(graph: OperatorGraph) -> frozenset[int]:
@@ -83,12 +82,12 @@ def certainly_lacks(graph: OperatorGraph, topology: Topology, strategy: Strategy
     certain = with_backward(graph) if strategy.microbatches == 1 else frozenset[int]()
     for position in certain:
         op = graph.operators[position]
-        if marked(mark_of(config := strategy.operators[op.name])).keeps_outputs:
+        if marked(config := strategy.operators[op.name]).keeps_outputs:
             held_bytes += sum(_spread_bytes(graph, op, out, config) for out in op.outputs)
     for position, places in keepers(graph).items() if certain else ():
         op = graph.operators[position]
         config, operands = strategy.operators[op.name], (*op.inputs, *op.parameters, *op.outputs)
-        if marked(mark_of(config)).stays:
+        if marked(config).stays:
             always = frozenset.intersection(*(own.keeps for own in graph.footprints[op.name]))
             for operand, spread in ((operands[place], place in always) for place in places):
                 held_bytes += _spread_bytes(graph, op, operand, config) if spread else graph.tensors[operand.tensor].bytes
