@@ -14,7 +14,7 @@ from soap.plan.syncs.bucketing import sums_of_one
 from soap.simulator.memory.array_ledger import ArrayLedger
 from soap.simulator.memory.derived import Derived
 from soap.simulator.memory.grouped import any_of, least, most, number_groups, rows_of, total
-from soap.simulator.memory.parameters import compact_parameters
+from soap.simulator.memory.parameters import compact_numbers
 from soap.simulator.memory.plan_arrays import BROADCAST, PlanArrays, region_number
 from soap.simulator.memory.spans import NEVER, Spans
 
@@ -250,12 +250,9 @@ class _Gradients:
         parameters, spans = self._arrays.parameters, self._spans
         rows = np.flatnonzero(self._goes_back[parameters.tile] & parameters.trained)
         tile, region = parameters.tile[rows], parameters.region[rows]
-        tables = compact_parameters(self._plan)
-        by_rows = [number for number, own in enumerate(self._plan.graph.parameters if tables else ()) if own.name in tables]
-        size = np.where(np.isin(parameters.parameter[rows], by_rows), parameters.rows_bytes[rows], parameters.bytes[rows])
-        whole = spans.weights_start[tile] == NEVER
-        start = np.where(whole, spans.backward_start[tile], spans.weights_start[tile])
-        end = np.where(whole, spans.backward_end[tile], spans.weights_end[tile])
+        by_rows = np.isin(parameters.parameter[rows], compact_numbers(self._plan))
+        size = np.where(by_rows, parameters.rows_bytes[rows], parameters.bytes[rows])
+        start, end = self._times.weighed[tile], self._times.last[tile]
         order = np.lexsort((size, end, start, region, spans.segment[tile]))
         rows, tile, region, end = rows[order], tile[order], region[order], end[order]
         segment, sparse = spans.segment[tile], parameters.sparse[rows]

@@ -22,6 +22,7 @@ from soap.plan.syncs.keeping import KeptParameter, KeptRegion
 from soap.plan.syncs.seam import Hold, method_for
 from soap.simulator.memory.array_ledger import ArrayLedger
 from soap.simulator.memory.curves import PLACES
+from soap.simulator.memory.derived import Derived
 from soap.simulator.memory.grouped import least, most, total
 from soap.simulator.memory.peaks import batch_bytes
 from soap.simulator.memory.plan_arrays import region_number
@@ -103,9 +104,9 @@ _SYNCS: WeakKeyDictionary[KeptRegion, tuple[OperatorGraph, Sequence[ref[KeptRegi
 class HeldParameters:
     """Writes into a ledger what devices hold of parameters and for synchronizations."""
 
-    def __init__(self, plan: Plan, spans: Spans, ledger: ArrayLedger) -> None:
+    def __init__(self, plan: Plan, spans: Spans, times: Derived, ledger: ArrayLedger) -> None:
         """``plan``: made by a ``PlanBuilder``, which says how parameters are kept."""
-        self._plan, self._spans, self._ledger = plan, spans, ledger
+        self._plan, self._spans, self._times, self._ledger = plan, spans, times, ledger
         held = [held_of_parameter(plan, own) for own in plan.kept] + list(held_for_syncs(plan))
         names, groups = [len(own.names) for own in held], [own.groups for own in held]
         self._owned = Owned(*_joined([own.owned for own in held], len(Owned._fields)))
@@ -117,7 +118,7 @@ class HeldParameters:
         self._holds, self._uses = Holds(*holds), Uses(*_joined([own.uses for own in held], len(Uses._fields)))
         self._group = self._uses.group + np.repeat(_begins(groups), [own.uses.shape[1] for own in held])
         self._tile = self._uses.tile + np.array(plan.first_tile, np.int64)[self._uses.operator]
-        self._groups, self._goes_back = sum(groups), spans.backward_start != NEVER
+        self._groups, self._goes_back = sum(groups), times.goes_back
         self._read_names([name for own in held for name in own.names])
 
     def _read_names(self, names: Sequence[str]) -> None:
@@ -138,7 +139,7 @@ class HeldParameters:
             self._ledger.hold(devices, 0, end, total(own.device, sizes, len(devices)), kind)
         alone = self._holds.where(self._holds.used == FIRST_GRADIENT)
         back = self._goes_back[self._tile]
-        begun = least(self._group[back], self._weighed()[0][self._tile[back]], self._groups, end)
+        begun = least(self._group[back], self._times.weighed[self._tile[back]], self._groups, end)
         self._ledger.hold(alone.device, begun[alone.group], end, alone.size, MemoryKind.GRADIENTS)
 
     def updated(self, optimizer_states: int) -> None:
@@ -188,7 +189,7 @@ class HeldParameters:
     def _rest(self, own: Holds, begun: Longs, done: Longs) -> None:
         """What is there from one task to another, and as long as tiles use it."""
         if (own.with_uses == 1).any():
-            last = most(self._group, self._last()[self._tile], self._groups, 0)
+            last = most(self._group, self._times.last[self._tile], self._groups, 0)
             done = np.where(own.with_uses == 1, np.maximum(done, last[own.group]), done)
         self._ledger.hold(own.device, begun, done, own.size, own.kind)
 
@@ -248,19 +249,9 @@ class HeldParameters:
         order = np.lexsort((region, segment, hold))
         keys = np.stack([hold, segment, region])[:, order]
         begins = np.flatnonzero(np.append(True, (np.diff(keys) != 0).any(axis=0))[: len(order)])
-        ended = self._weighed()[1][self._tile[own]][order]
+        ended = self._times.last[self._tile[own]][order]
         ended = np.maximum.reduceat(ended, begins) if len(order) else ended
         return *keys[:, begins], self._uses.bytes[own][order][begins], ended
-
-    def _weighed(self) -> tuple[Longs, Longs]:
-        """By tile that has a backward pass, when it makes the gradients of its parameters."""
-        spans, weights = self._spans, self._spans.weights_start != NEVER
-        starts = np.where(weights, spans.weights_start, spans.backward_start)
-        return starts, np.where(weights, spans.weights_end, spans.backward_end)
-
-    def _last(self) -> Longs:
-        """By tile, the end of its last task: weight gradients, backward pass, or forward pass."""
-        return np.where(self._goes_back, self._weighed()[1], self._spans.forward_end)
 
 
 def _begins(counts: Sequence[int]) -> Longs:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from soap.plan.pass_order import Pass
+from soap.plan.pass_order import Pass, PassOrder
 from soap.plan.plan import Plan
 from soap.plan.running.epilogue import LossEpilogue, closing_tensors, epilogue_of, kept_epilogue
 from soap.simulator.memory.grouped import distinct, least, most, owners, rows_of
@@ -308,9 +308,14 @@ def _ranks(plan: Plan, tiles: Tiles, kind: Pass) -> Longs:
     """By tile, ``Plan.rank`` of its pass."""
     if plan.order is None:
         return np.zeros(len(tiles.operator), np.int64)
-    parts = int(tiles.part.max(initial=0)) + 1
-    numbers, which = np.unique(tiles.operator * parts + tiles.part, return_inverse=True)
-    return np.array([plan.order.rank(kind, *divmod(number, parts)) for number in numbers.tolist()], np.int64)[which]
+    return pass_ranks(plan.order, kind, tiles.operator, tiles.part)
+
+
+def pass_ranks(order: PassOrder, kind: Pass, operators: Longs, parts: Longs) -> Longs:
+    """``PassOrder.rank`` of passes of parts of operators, worked out once for equal ones."""
+    scale = order.cut.count
+    keys, group = np.unique(operators * scale + parts, return_inverse=True)
+    return np.array([order.rank(kind, *divmod(key, scale)) for key in keys.tolist()], np.int64)[group]
 
 
 def _places(order: Longs) -> Longs:

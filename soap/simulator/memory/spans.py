@@ -34,8 +34,8 @@ class Spans(NamedTuple):
     ``away``, ``back``: the copies of what it keeps to its host, and back (from its need on). ``segment``: the first tile of its segment, in
     the order in which ranks run it. ``begun``: when that segment's backward pass begins. ``light``: whether it keeps its outputs though it
     runs again. By carrier: ``brought``, ``returned``. By reduction: ``summed``: when devices sum, and of a single device when its last tile
-    runs; ``summed_back``: the sum of gradients. ``named``: by name of a task of a synchronization or an update; ``ready``: when all that it
-    waits for is over. ``end``: of the step.
+    runs; ``summed_back_start``: of the sum of gradients. ``named``: by name of a task of a synchronization or an update; ``ready``: when
+    all that it waits for is over. ``end``: of the step.
     """
 
     end: int
@@ -63,7 +63,6 @@ class Spans(NamedTuple):
     summed_start: Longs
     summed_end: Longs
     summed_back_start: Longs
-    summed_back_end: Longs
     named: Mapping[str, Span]
     ready: Mapping[str, int]
 
@@ -87,12 +86,12 @@ def spans_of(run: Played, order: RankOrder, plan: Plan, arrays: PlanArrays) -> S
         "brought": run.brought,
         "returned": run.returned,
         "summed": np.where(run.summed == NONE, run.forward[_last_members(arrays.sums, run.end[run.forward])], run.summed),
-        "summed_back": run.summed_back,
     }
     return Spans(
         end=int(run.end.max(initial=0)),
         **{f"{name}_start": starts[own] for name, own in tasks.items()},
         **{f"{name}_end": ends[own] for name, own in tasks.items()},
+        summed_back_start=starts[run.summed_back],
         again_start=second[0],
         again_work_end=second[1],
         again_end=second[2],
