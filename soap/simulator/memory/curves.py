@@ -25,7 +25,7 @@ PLACES = {kind: place for place, kind in enumerate(MemoryKind)}
 
 @dataclass(frozen=True)
 class MemoryCurve:
-    """What one device holds: ``bytes_held[i]`` from ``times_ns[i]`` on. Both are int64 arrays of one length; times rise from 0.
+    """The bytes that one device holds: ``bytes_held[i]`` from ``times_ns[i]`` on. Both are int64 arrays of one length; times rise from 0.
     ``at_peak``: bytes by kind when the peak is first reached; they add up to it, and none is below 0. ``by_kind``: the same at every time,
     arrays as ``bytes_held``, at the last moment at which so much is held then."""
 

@@ -87,7 +87,7 @@ class _Gradients:
 
     def between_operators(self) -> None:
         """Gradients of what tiles read: of regions with parts from elsewhere, held until all have taken their parts, and of holdings. Each
-        later one is held beside the sum that it is added to."""
+        later one is held with the sum that it is added to."""
         hold, spans, fetches = self._ledger.hold, self._spans, self._arrays.fetches
         reads = self._reads()
         start, end = spans.backward_start[reads.tile], spans.backward_end[reads.tile]
@@ -231,7 +231,7 @@ class _Gradients:
     def of_parameters(self, counted: CountedSums) -> None:
         """Gradients of parameters that backward tasks make, with what these pass from call to call, and sums of them that autograd makes in
         a segment. If a single device owns the shard, the gradient that stays is counted elsewhere, from the first gradient on: it is that
-        one itself, or a copy of it, which is then there beside it (``Footprint.in_rows``). Later ones are added to it."""
+        one itself, or a copy of it, which is then there as well (``Footprint.in_rows``). Later ones are added to it."""
         hold, tiles, spans = self._ledger.hold, self._arrays.tiles, self._spans
         back, weights = np.flatnonzero(self._goes_back), np.flatnonzero(spans.weights_start != NEVER)
         for start, end, own in ((spans.backward_start, spans.backward_end, back), (spans.weights_start, spans.weights_end, weights)):

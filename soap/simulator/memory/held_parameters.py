@@ -87,7 +87,7 @@ class Owned(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What is held of a parameter, or for a synchronization: columns of ``Owned``, ``Holds`` and ``Uses``; names, and how many groups."""
+    """All that is held of a parameter, or for a synchronization: columns of ``Owned``, ``Holds``, ``Uses``; names, and how many groups."""
 
     owned: Longs
     holds: Longs
@@ -143,7 +143,7 @@ class HeldParameters:
         self._ledger.hold(alone.device, begun[alone.group], end, alone.size, MemoryKind.GRADIENTS)
 
     def updated(self, optimizer_states: int) -> None:
-        """What the optimizer takes for its step, which begins when all gradients are there, those of partitions included. On CPUs the
+        """Hold what the optimizer takes for its step, which begins when all gradients are there, those of partitions included. On CPUs the
         optimizers of ``soap-run`` take nothing."""
         sizes = total(self._owned.device, self._owned.updated, self._plan.device_count)
         for device in sorted(self._plan.accelerators) if optimizer_states > 1 else ():
@@ -158,7 +158,7 @@ class HeldParameters:
         return max((self._spans.named.get(name, (0, 0)) for name in own), default=(0, 0))
 
     def synchronized(self) -> tuple[Longs, Longs, Longs]:
-        """What methods of synchronization hold (``SyncMethod.holds``): copies of what others own, and buffers. Returns (first tile of a
+        """Hold what methods of synchronization do (``SyncMethod.holds``): copies of what others own, and buffers. Returns (first tile of a
         segment, region, bytes): what counts at the end of a sum of gradients, but is made only when what was added up has gone."""
         own = self._holds.where((self._holds.used != FIRST_GRADIENT) & (self._named[self._holds.since] | (self._holds.with_uses == 1)))
         begun, done = self._start[own.since], np.where(own.before == 1, self._start[own.until], self._end[own.until])
@@ -175,7 +175,7 @@ class HeldParameters:
         return self._gather_gradients(own.where(gradients), done[gradients])
 
     def _move(self, own: Holds, begun: Longs, done: Longs) -> None:
-        """What devices send and receive."""
+        """Send and receive what devices do."""
         sent, updates = own.queue == SENT, [self._spans.named.get(update_name(k), (0, 0))[0] for k in range(self._plan.device_count)]
         device, start, over = own.device[sent], begun[sent], self._ledger.arrived(own.device[sent], done[sent])
         update = np.array(updates, np.int64)[device]  # what was sent before has left by then
@@ -187,14 +187,14 @@ class HeldParameters:
             self._ledger.receive(*received, few=queue == FEW, sum_bytes=own.sum_bytes[at])
 
     def _rest(self, own: Holds, begun: Longs, done: Longs) -> None:
-        """What is there from one task to another, and as long as tiles use it."""
+        """Hold what is there from one task to another, and as long as tiles use it."""
         if (own.with_uses == 1).any():
             last = most(self._group, self._times.last[self._tile], self._groups, 0)
             done = np.where(own.with_uses == 1, np.maximum(done, last[own.group]), done)
         self._ledger.hold(own.device, begun, done, own.size, own.kind)
 
     def _use(self, own: Holds, begun: Longs) -> None:
-        """What is there for passes that use it, or until the first of them has begun, or from then on to the last one."""
+        """Hold what is there for passes that use it, or until the first of them has begun, or from then on to the last one."""
         first, last = self._passes(own)
         leaving = own.used != FORWARD  # gradients may leave before what they are of is freed
         throughout, before = own.throughout == 1, (own.throughout == 0) & (own.since >= 0)
@@ -268,7 +268,7 @@ def _columns(table: type[Any], rows: Iterable[Sequence[int]]) -> Longs:
 
 
 def held_of_parameter(plan: Plan, kept: KeptParameter) -> Held:
-    """What is held of a parameter all the time, or from its first gradient on."""
+    """All that is held of a parameter all the time, or from its first gradient on."""
     known = _PARAMETERS.get(kept)
     if known is None or known[0] is not plan.graph:
         known = _PARAMETERS[kept] = plan.graph, _owned(plan, kept)
@@ -301,7 +301,7 @@ def _owned(plan: Plan, kept: KeptParameter) -> Held:
 
 
 def held_for_syncs(plan: Plan) -> Iterator[Held]:
-    """What is held for each synchronization."""
+    """All that is held for each synchronization."""
     first: dict[int, KeptRegion] = {}
     number = 0
     for kept in plan.kept:

@@ -58,8 +58,8 @@ class _Active(NamedTuple):
 
 
 class _Ordering:
-    """What the rules ask for of a plan. ``_tensor``: by holding, the number of its tensor among all that operators make. ``_remote``: by
-    carried piece, in the order of ``Carriers.part``, its fetch. ``_several``: by sum, whether several devices get it."""
+    """Answers what the rules ask of a plan. ``_tensor``: by holding, the number of its tensor among all that operators make. ``_several``:
+    by sum, whether several devices get it."""
 
     def __init__(self, plan: Plan, arrays: PlanArrays) -> None:
         self._plan, self._arrays = plan, arrays

@@ -1,4 +1,4 @@
-"""When everything in a played iteration takes place, as arrays beside those of the plan (``plan_arrays``). Times are in nanoseconds."""
+"""When everything in a played iteration takes place, as arrays next to those of the plan (``plan_arrays``). Times are in nanoseconds."""
 
 from __future__ import annotations
 

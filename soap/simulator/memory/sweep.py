@@ -61,7 +61,7 @@ def expected_peaks(peaks_bytes: Iterable[int], bounds: Iterable[MemoryUse]) -> t
 
 
 def peaks_by_kind(curves: Iterable[MemoryCurve], peaks: Sequence[int]) -> tuple[dict[str, int], ...]:
-    """What each device's peak is made of: bytes by kind (``MemoryKind``) when the simulated order reaches it, and the allowance on top of
+    """The parts of each device's peak: bytes by kind (``MemoryKind``) when the simulated order reaches it, and the allowance on top of
     that (``memory_kinds.ALLOWANCE``). They add up to ``peaks``, which are ``expected_peaks`` of the curves."""
     pairs = zip(curves, peaks, strict=True)
     return tuple({**{kind.value: size for kind, size in curve.at_peak.items()}, BEYOND: peak - curve.peak_bytes} for curve, peak in pairs)
