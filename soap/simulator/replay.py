@@ -18,7 +18,8 @@ from soap.simulator.compiled.groups import DeviceGroups
 from soap.simulator.compiled.handles import blank, handle
 from soap.simulator.compiled.state import NEVER, OTHER, PULLS, SLOTS, WEIGHTS_TILE, State, make_state
 from soap.simulator.compiled.trial import make_trial
-from soap.simulator.memory.played import NONE, Longs, Played
+from soap.simulator.memory.grouped import Longs
+from soap.simulator.memory.played import NONE, Played
 
 
 def replayed(played: Played, topology: Topology) -> tuple[Longs, Longs]:

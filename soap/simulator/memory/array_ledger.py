@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from soap.plan.memory_kinds import MemoryKind
 from soap.plan.syncs.gathering import UNDER_WAY
@@ -25,11 +24,10 @@ from soap.simulator.memory.curves import (
     curves_of,
     peaks_of,
 )
-from soap.simulator.memory.grouped import least, most
+from soap.simulator.memory.grouped import Bools, Longs, least, most
 from soap.simulator.memory.transit import NO_STAY, SENT_BYTES, SENT_TENSORS
 
-Longs = NDArray[np.int64]
-Flags = bool | NDArray[np.bool_]
+Flags = bool | Bools
 
 
 class ArrayLedger:

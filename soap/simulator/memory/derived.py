@@ -5,14 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from soap.simulator.memory.grouped import least, most, owners
+from soap.simulator.memory.grouped import Bools, Longs, least, most, owners
 from soap.simulator.memory.plan_arrays import PlanArrays
 from soap.simulator.memory.spans import NEVER, Spans
-
-Longs = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 
 class Derived(NamedTuple):

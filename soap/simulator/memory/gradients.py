@@ -6,20 +6,16 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from soap.plan.memory_kinds import MemoryKind
 from soap.plan.plan import Plan
 from soap.plan.syncs.bucketing import sums_of_one
 from soap.simulator.memory.array_ledger import ArrayLedger
 from soap.simulator.memory.derived import Derived
-from soap.simulator.memory.grouped import any_of, least, most, number_groups, rows_of, total
+from soap.simulator.memory.grouped import Bools, Longs, any_of, least, most, number_groups, rows_of, total
 from soap.simulator.memory.parameters import compact_numbers
 from soap.simulator.memory.plan_arrays import BROADCAST, PlanArrays, region_number
 from soap.simulator.memory.spans import NEVER, Spans
-
-Longs = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 
 class CountedSums(NamedTuple):

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
 import numpy as np
-from numpy.typing import NDArray
 
 from soap.model.graph import OperatorGraph
 from soap.plan.delivery import box_bytes
@@ -23,13 +22,10 @@ from soap.plan.syncs.seam import Hold, method_for
 from soap.simulator.memory.array_ledger import ArrayLedger
 from soap.simulator.memory.curves import PLACES
 from soap.simulator.memory.derived import Derived
-from soap.simulator.memory.grouped import least, most, total
+from soap.simulator.memory.grouped import Bools, Longs, least, most, total
 from soap.simulator.memory.peaks import batch_bytes
 from soap.simulator.memory.plan_arrays import region_number
 from soap.simulator.memory.spans import NEVER, Span, Spans
-
-Longs = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 FORWARD, BACKWARD, BOTH, FIRST_GRADIENT = range(1, 5)
 """``Holds.used``: by these passes of tiles; or it is held from the first gradient on that one of them makes."""

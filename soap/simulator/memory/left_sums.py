@@ -12,14 +12,11 @@ from heapq import heappop, heappush
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from soap.simulator.memory.grouped import owners
+from soap.simulator.memory.grouped import Longs, owners
 from soap.simulator.memory.plan_arrays import BROADCAST, PlanArrays
 from soap.simulator.memory.played import NONE, Played
 from soap.simulator.memory.spans import NEVER, Spans
-
-Longs = NDArray[np.int64]
 
 
 def left_until(arrays: PlanArrays, spans: Spans, played: Played, rows: Longs, otherwise: Longs) -> Longs:

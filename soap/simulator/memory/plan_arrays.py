@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, get_type_hints
 from weakref import WeakKeyDictionary
 
 import numpy as np
-from numpy.typing import NDArray
 
 from soap.model.graph import OperatorGraph, TensorKind
 from soap.model.regions import Box, in_one_piece, volume
@@ -22,11 +21,9 @@ from soap.plan.plan import Exchange, Holding, Message, Pattern, Plan, Reduction
 from soap.plan.row_counts import row_bytes, tile_lookups
 from soap.plan.tiling import Tile, made_bytes, windows
 from soap.simulator.memory.footprint import Shares, shares_of
+from soap.simulator.memory.grouped import Bools, Longs
 from soap.simulator.memory.peaks import PACKING_KINDS, away_bytes, padded_bytes
 from soap.simulator.memory.transit import cells_land_in_place, lies_in_one_piece
-
-Longs = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 MESSAGE, GATHER, SWAP, BROADCAST = range(4)
 """Patterns of carriers."""

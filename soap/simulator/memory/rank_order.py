@@ -10,16 +10,12 @@ import heapq
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from soap.plan.pass_order import Pass, PassOrder
 from soap.plan.plan import Plan
 from soap.plan.running.epilogue import LossEpilogue, closing_tensors, epilogue_of, kept_epilogue
-from soap.simulator.memory.grouped import distinct, least, most, owners, rows_of
+from soap.simulator.memory.grouped import Bools, Longs, distinct, least, most, owners, rows_of
 from soap.simulator.memory.plan_arrays import MESSAGE, PlanArrays, Tiles
-
-Longs = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 
 class Segments(NamedTuple):

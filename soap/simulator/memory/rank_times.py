@@ -16,18 +16,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from soap.cluster.topology import Topology
 from soap.plan.plan import Plan
-from soap.simulator.memory.grouped import distinct, owners
+from soap.simulator.memory.grouped import Bools, Longs, distinct, owners
 from soap.simulator.memory.plan_arrays import PlanArrays
 from soap.simulator.memory.played import KINDS, NONE, Played
 from soap.simulator.memory.rank_order import RankOrder, rank_order
 from soap.simulator.tasks import TaskKind
-
-Longs = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 BACKWARD, COPY, RECOMPUTE = (KINDS[kind] for kind in (TaskKind.BACKWARD, TaskKind.COPY, TaskKind.RECOMPUTE))
 LATE = [KINDS[kind] for kind in (TaskKind.SYNC, TaskKind.COPY, TaskKind.RECOMPUTE)]

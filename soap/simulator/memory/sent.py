@@ -8,20 +8,17 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from soap.plan.departures import PASSES_UNDER_WAY
 from soap.plan.pass_order import PassOrder
 from soap.plan.plan import Plan
 from soap.simulator.memory.array_ledger import ArrayLedger
 from soap.simulator.memory.derived import Derived
-from soap.simulator.memory.grouped import any_of, least, most, owners, rows_of, total
+from soap.simulator.memory.grouped import Bools, Longs, any_of, least, most, owners, rows_of, total
 from soap.simulator.memory.plan_arrays import BROADCAST, MESSAGE, PlanArrays
 from soap.simulator.memory.rank_order import pass_ranks
 from soap.simulator.memory.spans import NEVER, Spans
 from soap.simulator.memory.values import Gone
-
-Longs = NDArray[np.int64]
 
 
 def send_values(plan: Plan, arrays: PlanArrays, spans: Spans, times: Derived, ledger: ArrayLedger, gone: Gone, left: Longs) -> None:
@@ -123,7 +120,7 @@ def left_by(plan: Plan, arrays: PlanArrays, spans: Spans) -> Longs:
     return found
 
 
-def _routes(arrays: PlanArrays, messages: Longs, back: NDArray[np.bool_]) -> Longs:
+def _routes(arrays: PlanArrays, messages: Longs, back: Bools) -> Longs:
     """Numbers of messages' routes (source, target, whether gradients travel there). ``back``: whether it is that of the gradients."""
     piece = arrays.carriers.part[arrays.carriers.parts[messages]]
     source, target = arrays.holdings.device[arrays.pieces.holding[piece]], arrays.fetches.device[arrays.pieces.fetch[piece]]
@@ -131,7 +128,7 @@ def _routes(arrays: PlanArrays, messages: Longs, back: NDArray[np.bool_]) -> Lon
     return (np.where(back, target, source) * devices + np.where(back, source, target)) * 2 + back
 
 
-def _sending_passes(order: PassOrder, arrays: PlanArrays, messages: Longs, back: NDArray[np.bool_]) -> Longs:
+def _sending_passes(order: PassOrder, arrays: PlanArrays, messages: Longs, back: Bools) -> Longs:
     """The places in the order of the passes that send messages, or their gradients (``departures.sending_pass``)."""
     pieces, tiles, readers = arrays.pieces, arrays.tiles, arrays.readers
     piece = arrays.carriers.part[arrays.carriers.parts[messages]]

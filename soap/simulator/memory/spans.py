@@ -6,18 +6,14 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from soap.plan.plan import Plan
-from soap.simulator.memory.grouped import least, most, owners, rows_of
+from soap.simulator.memory.grouped import Bools, Longs, least, most, owners, rows_of
 from soap.simulator.memory.plan_arrays import PlanArrays, Sums
 from soap.simulator.memory.played import KINDS, NONE, Played
 from soap.simulator.memory.rank_order import RankOrder
 from soap.simulator.memory.unread import unread_tiles
 from soap.simulator.tasks import TaskKind
-
-Longs = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 NEVER = -1
 """In place of a start and an end: it does not take place."""
