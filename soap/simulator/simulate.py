@@ -301,7 +301,7 @@ class Simulator:
         return not overflow_bytes(peaks, self.topology) and not overflow_bytes(self._expected(plan, peaks), self.topology)
 
     def share_of_played(self, strategy: Strategy, engine: Engine, folding: Folding | None = None) -> float:
-        """``peak_share`` of a strategy that an engine holds or proposes; with ``folding`` as two of its copies."""
+        """``peak_share`` of a strategy that an engine holds or proposes (perhaps more if it fits); with ``folding`` as two copies."""
         if folding is not None:
             return self._share(self.expected_folded(folding, engine))
         if not is_planned(strategy):
