@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import pytest
 from jsonschema import Draft202012Validator, ValidationError
 
-from soap.model.json_text import Schema, parse_json, read_as, record, schema_of
+from soap.model.json_text import Schema, Unfit, parse_json, plain, read_as, record, schema_of
 
 
 def test_plain_values() -> None:
@@ -54,7 +54,30 @@ def test_a_dataclass_is_read_as_its_schema_says() -> None:
      {"named": {"n": {"at": [1, 2]}}}, {"free": {"x": 1, "y": 2}}, {"free": {"x": "1"}}, {"parts": {}}],
 )  # fmt: skip
 def test_what_a_schema_refuses(change: dict[str, Any]) -> None:
-    with pytest.raises(ValidationError):
-        Draft202012Validator(schema_of(Outer)).validate({**FULL, **change})
-    with pytest.raises(ValidationError):
-        Draft202012Validator(schema_of(Outer)).validate({"parts": []})
+    for document in ({**FULL, **change}, {"parts": []}):
+        with pytest.raises(ValidationError):
+            Draft202012Validator(schema_of(Outer)).validate(document)
+        with pytest.raises(Unfit):
+            read_as(Outer, document)
+
+
+@pytest.mark.parametrize(
+    ("document", "place", "said"),
+    [
+        ({**FULL, "parts": [{"at": [1, "x"], "kind": "a"}]}, "parts/0/at/1", "'x'; expected a number"),
+        ({**FULL, "least": 0}, "least", "0; expected a whole number from 1"),
+        ({**FULL, "parts": [{"at": [1, 2], "kind": "c"}]}, "parts/0/kind", "'c'; expected one of a, b"),
+        ({**FULL, "named": {"n": {"at": [0, 1]}}}, "named/n", "key 'kind' is missing; expected it"),
+        ({**FULL, "mor": 1}, "", "unknown key 'mor'; expected one of parts, least, named, free"),
+        ([1], "", "a list; expected a list of 4"),
+    ],
+)
+def test_messages_say_where_and_what(document: Any, place: str, said: str) -> None:
+    with pytest.raises(Unfit) as fault:
+        read_as(Outer, document)
+    assert (fault.value.place, str(fault.value)) == (place, said)
+
+
+def test_rows_are_read_as_well() -> None:
+    outer = read_as(Outer, FULL)
+    assert read_as(Outer, plain(outer, rows=True)) == read_as(Outer, plain(outer)) == outer

@@ -46,6 +46,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "soap.preprocessing",
         "soap.elastic.session",
         "soap.elastic.faults",
+        "soap.model.json_text",
         "soap.runtime.system.process",
         *GROUND_FLOOR,
     ),

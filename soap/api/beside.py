@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from soap.api.models import Cluster, Model, graph_of, topology_of
 from soap.api.predictions import simulator_for, with_links
@@ -15,7 +16,7 @@ from soap.cluster.topology import Topology
 from soap.errors import StrategyError
 from soap.files import read_text
 from soap.model.graph import OperatorGraph
-from soap.model.json_text import one_line, parse_json, short
+from soap.model.json_text import Schema, Unfit, one_line, parse_json, read_as, record
 from soap.search.options import OPTIMIZER_STATES
 from soap.simulator.beside import Job as Beside
 from soap.simulator.beside import beside, check_apart
@@ -36,7 +37,9 @@ class Job:
     name: str = ""
 
 
-_FIELDS = ("model", "builtin", "strategy", "devices")
+_WORD = Annotated[str, Schema(minLength=1)]
+_JOB = record(("builtin", "strategy", "devices"), model=_WORD, builtin=_WORD, strategy=_WORD, devices=tuple[str, ...])
+_EXPECTED = "expected an object with model, builtin or strategy, and a list devices"
 MAX_BYTES = 2**20
 
 
@@ -97,19 +100,12 @@ def load_job(path: str | Path) -> Job:
     """A job from a file: a JSON object with ``model``, ``strategy`` (a file) or ``builtin`` (a name), and ``devices`` (a list of names;
     all if left out). Models and files are as on the command line. StrategyError in one line if it is no such file."""
     text = read_text(path, what="job", error=StrategyError, limit_bytes=MAX_BYTES)
-    expected = f"expected an object with model, {' or '.join(_FIELDS[1:3])}, and a list devices"
     try:
-        found = parse_json(text)
+        found = read_as(_JOB, parse_json(text))
     except (ValueError, RecursionError) as cause:
-        raise StrategyError(f"{path}: no JSON: {one_line(str(cause))}; {expected}") from None
-    if not isinstance(found, dict) or set(found) - {*_FIELDS}:
-        unknown = short(next(iter(set(found) - {*_FIELDS}))) if isinstance(found, dict) else type(found).__name__
-        raise StrategyError(f"{path}: {unknown}; {expected}")
-    devices, named = found.get("devices", []), [key for key in _FIELDS[1:3] if key in found]
-    texts = [found.get("model"), *(found[key] for key in named)]
-    if len(named) != 1 or not all(isinstance(own, str) and own for own in texts):
-        raise StrategyError(f"{path}: {expected}")
-    if not isinstance(devices, list) or not all(isinstance(name, str) for name in devices):
-        raise StrategyError(f"{path}: devices {short(str(devices))}; {expected}")
+        said = f"{cause.place or 'job'}: {cause}" if isinstance(cause, Unfit) else f"no JSON: {one_line(str(cause))}; {_EXPECTED}"
+        raise StrategyError(f"{path}: {said}") from None
+    if len(found.keys() & {"builtin", "strategy"}) != 1:
+        raise StrategyError(f"{path}: {_EXPECTED}")
     strategy = Path(found["strategy"]) if "strategy" in found else found["builtin"]
-    return Job(found["model"], strategy, tuple(devices), Path(path).name)
+    return Job(found["model"], strategy, found.get("devices", ()), Path(path).name)

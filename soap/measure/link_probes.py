@@ -18,7 +18,7 @@ import numpy as np
 from soap.cluster.overheads import NO_CPU_OVERHEAD, NO_LATENCY_FACTOR, ColdPenalty, CollectiveLatencyFactor, CpuOverhead, Port, Share
 from soap.cluster.topology import Topology
 from soap.errors import ProfileError
-from soap.model.json_text import Form, Schema, record
+from soap.model.json_text import Form, Schema, read_as, record, schema_of
 from soap.plan.delivery import SMALLEST_EXCHANGE
 from soap.simulator.communication.prices import Communication
 
@@ -263,8 +263,8 @@ def decode_timing(given: Mapping[str, Any]) -> LinkTiming:
 
 
 _LONGEST_NS = MOST_SECONDS * 10**9
-_SCHEMA = record(
-    operation=Annotated[Any, Schema(enum=[operation.value for operation in Operation])],
+_RECORD = record(
+    operation=Operation,
     devices=Annotated[tuple[Annotated[int, Schema(minimum=0, maximum=2**20)], ...], Schema(minItems=2, uniqueItems=True)],
     size_bytes=Annotated[int, Schema(minimum=1, maximum=2**62)],
     times_ns=Annotated[tuple[Annotated[int, Schema(minimum=1, maximum=_LONGEST_NS)], ...], Schema(minItems=1, maxItems=MOST_TIMES)],
@@ -272,7 +272,7 @@ _SCHEMA = record(
     measured_at=Annotated[str, Schema(maxLength=40)],
     scale=Annotated[float, Schema(exclusiveMinimum=0, maximum=1)],
 )
-LinkTiming.json_form = Form(lambda: _SCHEMA, decode_timing, encode_timing)
+LinkTiming.json_form = Form(lambda: schema_of(_RECORD), lambda given: decode_timing(read_as(_RECORD, given)), encode_timing)
 
 
 LARGE_BYTES = 2**30

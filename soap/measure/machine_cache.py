@@ -11,14 +11,15 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
 
 from soap.cluster.topology import DeviceType
 from soap.errors import ProfileError, SoapError
 from soap.files import cache_folder, read_text, write_text_atomically
 from soap.measure.link_probe import LinkRates
-from soap.measure.link_probes import LinkTiming, decode_timing, encode_timing
+from soap.measure.link_probes import LinkTiming
+from soap.model.json_text import plain, read_as
 
 VERSION = 3
 """Version of the file format and of the measurement; part of every key. Since 2 ``kernel_seconds`` is that of a call in training; since
@@ -33,7 +34,8 @@ FAILURE_S = 86_400.0
 Key = Mapping[str, str | int]
 
 
-class Measurement(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Measurement:
     """A device, its links, messages and sums in training; None if not measured. ``failed_at``: when that failed, in seconds since 1970."""
 
     device: DeviceType
@@ -45,6 +47,16 @@ class Measurement(NamedTuple):
     def tried(self) -> bool:
         """Whether measuring has failed within the last day."""
         return self.failed_at is not None and 0 <= time.time() - self.failed_at < FAILURE_S
+
+
+@dataclass(frozen=True, slots=True)
+class _Record:
+    """A file."""
+
+    version: int
+    timings_version: int
+    key: Key
+    measurement: Measurement
 
 
 _anew: set[Path] | None = None
@@ -76,9 +88,12 @@ def load(key: Key) -> Measurement | None:
     if path is None or not path.exists() or (_anew is not None and path not in _anew):
         return None
     try:
-        return _decode(json.loads(read_text(path, what="cache file")), key)
-    except (SoapError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        found: _Record = read_as(_Record, json.loads(read_text(path, what="cache file")))
+    except (SoapError, ValueError, RecursionError):
         return None
+    if (found.version, found.key) != (VERSION, key):
+        return None
+    return found.measurement if found.timings_version == TIMINGS_VERSION else replace(found.measurement, timings=None)
 
 
 def save(key: Key, measurement: Measurement) -> None:
@@ -90,37 +105,7 @@ def save(key: Key, measurement: Measurement) -> None:
         if _anew is not None:
             _anew.add(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_text_atomically(path, json.dumps(_encode(key, measurement), indent=1) + "\n", error=ProfileError)
+        text = json.dumps(plain(_Record(VERSION, TIMINGS_VERSION, key, measurement)), indent=1)
+        write_text_atomically(path, text + "\n", error=ProfileError)
     except (OSError, ProfileError) as cause:
         warnings.warn(f"the measurement of this machine is not kept: {cause}; repeated runs will differ slightly", stacklevel=2)
-
-
-def _encode(key: Key, measurement: Measurement) -> dict[str, Any]:
-    device, link, timings, failed_at = measurement
-    fields = ("name", "kind", "memory_bandwidth_bytes_per_second", "memory_bytes", "kernel_seconds", "source")
-    record: dict[str, Any] = {name: getattr(device, name) for name in fields}
-    rates = None if link is None else [link.bandwidth_bytes_per_second, link.latency_seconds]
-    return {
-        "version": VERSION,
-        "key": dict(key),
-        "device": {**record, "flops_per_second": dict(device.flops_per_second)},
-        "link_bandwidth_bytes_per_second_and_latency_seconds": rates,
-        "timings": None if timings is None else {"version": TIMINGS_VERSION, "of": [encode_timing(timing) for timing in timings]},
-        "failed_at": failed_at,
-    }
-
-
-def _decode(record: dict[str, Any], key: Key) -> Measurement:
-    if record["version"] != VERSION or record["key"] != dict(key):
-        raise ValueError("a measurement of something else")
-    fields = record["device"]
-    if not all(isinstance(fields[name], str) for name in ("name", "source")) or not isinstance(fields["memory_bytes"], int):
-        raise TypeError("a device type's texts and sizes have other types")
-    rates = record["link_bandwidth_bytes_per_second_and_latency_seconds"]
-    kept, timings = record.get("timings"), None  # records were without before
-    if kept is not None and kept["version"] == TIMINGS_VERSION:
-        timings = tuple(decode_timing(one) for one in kept["of"]) or None  # there were none if measuring had failed, whenever
-    failed_at = record.get("failed_at")
-    return Measurement(
-        DeviceType(**fields), None if rates is None else LinkRates(*rates), timings, None if failed_at is None else float(failed_at)
-    )

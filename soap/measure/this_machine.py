@@ -242,7 +242,8 @@ def _measured(
     if known is not None and (known.tried or not (wants_steps or wants_links)):
         return known
     with noticing_others("this machine was", f"measure it again by {AGAIN}"):
-        device, link, timings, failed_at = known or Measurement(device_of())
+        begun = known or Measurement(device_of())
+        link, timings, failed_at = begun.link, begun.timings, begun.failed_at
         if in_steps_of is not None and timings is None:
             found = _links(in_steps_of, WITHOUT_STEPS)
             failed_at = time.time() if found is None else failed_at
@@ -250,7 +251,7 @@ def _measured(
         if links_of is not None and link is None:
             found = _links(links_of, USUAL_FIGURES)
             link, failed_at = (None, time.time()) if found is None else (found.rates, failed_at)
-    made = Measurement(device, link, timings, failed_at)
+    made = Measurement(begun.device, link, timings, failed_at)
     if cache and made != known:
         other = machine_cache.load(key)  # stored by another process that has measured at the same time and was first
         if other is not None and other != known:
@@ -261,10 +262,10 @@ def _measured(
 
 
 def _joined(count: int, measured: Measurement, in_steps: bool = False) -> Topology:
-    device, link, timings, _ = measured
+    link, timings = measured.link, measured.timings
     if link is None:
-        return local_topology(count, device)
-    joined = local_topology(count, device, link.bandwidth_bytes_per_second, link.latency_seconds)
+        return local_topology(count, measured.device)
+    joined = local_topology(count, measured.device, link.bandwidth_bytes_per_second, link.latency_seconds)
     if not in_steps or not timings:
         return joined
     try:

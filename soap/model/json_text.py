@@ -7,18 +7,23 @@ not say: ``Schema``, and ``Form`` where files have the value in another form tha
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from enum import Enum
 from functools import cache
+from itertools import repeat
+from operator import eq, ge, gt, le
 from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-if TYPE_CHECKING:
-    from jsonschema import Draft202012Validator
+from soap.errors import SoapError, one_of
 
-WORDS: Mapping[Any, str] = {str: "string", int: "integer", float: "number", bool: "boolean", NoneType: "null"}
-"""Plain types in schemas."""
+TYPES: Mapping[Any, tuple[str, str]] = {
+    str: ("string", "text"), int: ("integer", "a whole number"), float: ("number", "a number"), bool: ("boolean", "true or false"),
+    NoneType: ("null", "nothing"),
+}  # fmt: skip
+"""Plain types in schemas and in messages."""
 
 
 def one_line(text: str, most: int = 160) -> str:
@@ -78,10 +83,24 @@ def form_of(kind: Any) -> Form | None:
     return found if found is not None or get_origin(kind) is Annotated else getattr(kind, "json_form", None)
 
 
-@cache
-def hints_of(kind: type) -> Mapping[str, Any]:
-    """The types of a dataclass's fields by name, with what ``Annotated`` adds."""
-    return get_type_hints(kind, include_extras=True)
+@dataclass(frozen=True, eq=False)
+class Record:
+    """An object with just these keys, of these types; stands where types do. ``optional``: keys that may be missing."""
+
+    kinds: Mapping[str, Any]
+    optional: Collection[str]
+
+
+def record(optional: Collection[str] = (), /, **kinds: Any) -> Any:
+    """A ``Record``."""
+    return Record(kinds, optional)
+
+
+def _record_of(kind: type) -> Record:
+    """A dataclass as a record."""
+    optional = [own.name for own in fields(kind) if own.default is not MISSING or own.default_factory is not MISSING]
+    hints = get_type_hints(kind, include_extras=True)
+    return Record({own.name: hints[own.name] for own in fields(kind)}, optional)
 
 
 def schema_of(kind: Any) -> dict[str, Any]:
@@ -91,101 +110,252 @@ def schema_of(kind: Any) -> dict[str, Any]:
     if (form := form_of(kind)) is not None and form.schema is not None:
         return dict(form.schema())
     if origin is Annotated:
-        return schema_of(args[0]) | {name: value for own in args[1:] if isinstance(own, Schema) for name, value in own.items()}
+        shape, limits = _annotated(args)
+        return schema_of(shape) | limits
+    if isinstance(kind, Record):
+        required = [name for name in kind.kinds if name not in kind.optional]
+        known = {name: schema_of(own) for name, own in kind.kinds.items()}
+        return {"type": "object", "properties": known, "required": required, "additionalProperties": False}
     if is_dataclass(kind) and isinstance(kind, type):
-        hints = hints_of(kind)
-        optional = [own.name for own in fields(kind) if own.default is not MISSING or own.default_factory is not MISSING]
-        return record(optional, **{own.name: hints[own.name] for own in fields(kind)})
+        return schema_of(_record_of(kind))
     if origin in (Union, UnionType):
         return {"anyOf": [schema_of(one) for one in args]}
-    if origin is Literal:
-        return {"enum": list(args)}
-    if origin is tuple and args[-1] is Ellipsis:
-        return {"type": "array", "items": schema_of(args[0])}
-    if origin is tuple:
+    if origin is tuple and args[-1] is not Ellipsis:
         return {"type": "array", "prefixItems": [schema_of(one) for one in args], "minItems": len(args), "maxItems": len(args)}
+    if origin in (tuple, frozenset):
+        return {"type": "array", "items": schema_of(args[0])}
     if origin is Mapping:
         names = schema_of(args[0])
         own = {} if names == {"type": "string"} else {"propertyNames": names}
         return {"type": "object", **own, "additionalProperties": schema_of(args[1])}
+    if origin is Literal:
+        return {"enum": list(args)}
     if isinstance(kind, type) and issubclass(kind, Enum):
         return {"enum": [one.value for one in kind]}
-    return {} if kind is Any else {"type": WORDS[kind]}
+    return {} if kind is Any else {"type": TYPES[kind][0]}
 
 
-def record(optional: Collection[str] = (), /, **kinds: Any) -> Schema:
-    """The schema of an object with just these keys, of these types. ``optional``: keys that may be missing."""
-    properties = {name: schema_of(kind) for name, kind in kinds.items()}
-    required = [name for name in kinds if name not in optional]
-    return Schema(type="object", properties=properties, required=required, additionalProperties=False)
+def _annotated(args: Sequence[Any]) -> tuple[Any, dict[str, Any]]:
+    """What ``Annotated`` has: a type, or the record that stands beside it, and the rest of its schema."""
+    shape = next((own for own in args[1:] if isinstance(own, Record)), args[0])
+    return shape, {name: value for own in args[1:] if isinstance(own, Schema) for name, value in own.items()}
+
+
+class Unfit(ValueError):
+    """A value that is none of its type: what was found, and what was expected. ``path``: keys and positions that lead to it."""
+
+    def __init__(self, said: str, *path: str | int) -> None:
+        super().__init__(said)
+        self.path = path
+
+    @property
+    def place(self) -> str:
+        """The path in one line; empty for the whole."""
+        return "/".join(one_line(str(part), 60) for part in self.path)
 
 
 def read_as(kind: Any, value: Any) -> Any:
-    """The value of a type from plain JSON values, as ``plain`` writes them. ValueError or TypeError if these are of something else: what
-    only a schema says is not checked."""
+    """The value of a type from plain JSON values, as ``plain`` writes them; a key that is left out has its default. ``Unfit`` unless it is
+    valid by ``schema_of`` the type."""
     return reader_of(kind)(value)
 
 
+Reader = Callable[[Any], Any]
+
+
 @cache
-def reader_of(kind: Any) -> Callable[[Any], Any]:
+def reader_of(kind: Any) -> Reader:
     """``read_as`` of one type."""
     origin, args = get_origin(kind), get_args(kind)
     if (form := form_of(kind)) is not None and form.read is not None:
         return form.read
     if origin is Annotated:
-        return reader_of(args[0])
-    if is_dataclass(kind) and isinstance(kind, type):
-        return _dataclass_reader(kind)
+        return _limited(*_annotated(args))
+    if isinstance(kind, Record) or (is_dataclass(kind) and isinstance(kind, type)):
+        return _object_reader(kind)
     if origin in (Union, UnionType):
-        some = reader_of(next(one for one in args if one is not NoneType))
-        return lambda value: None if value is None else some(value)
+        return _union_reader(args)
     if origin is tuple and args[-1] is not Ellipsis:
-        kinds = [reader_of(own) for own in args]
-        return lambda value: tuple(read(own) for read, own in zip(kinds, _list(value), strict=True))
+        return _row_reader(args, len(args))
     if origin in (tuple, frozenset):
         each = reader_of(args[0])
-        return lambda value: origin(map(each, _list(value)))
+        return lambda value: origin(_each(repeat(each), _list(value)))
     if origin is Mapping:
-        names, values = map(reader_of, args)
-        return lambda value: {names(key): values(own) for key, own in _pairs(value)}
-    if kind is Any or origin is Literal:  # which schemas check
+        return _mapping_reader(args[0], *map(reader_of, args))
+    if kind is Any:
         return lambda value: value
-    return kind if isinstance(kind, type) and issubclass(kind, Enum) else lambda value: _scalar(kind, value)
+    known = {own: own for own in args} if origin is Literal else {own.value: own for own in kind} if issubclass(kind, Enum) else None
+    return (lambda value: _scalar(kind, value)) if known is None else lambda value: _one_of(known, value)
 
 
-def _dataclass_reader(kind: type) -> Callable[[Any], Any]:
-    readers: dict[str, Callable[[Any], Any]] = {}
+def _row_reader(kinds: Sequence[Any], least: int) -> Reader:
+    """The reader of a list of so many values at least, of these types in turn."""
+    readers = [reader_of(own) for own in kinds]
 
     def read(value: Any) -> Any:
-        if not readers:  # not before, as it may be one of its own fields
-            readers.update({own.name: reader_of(hints_of(kind)[own.name]) for own in fields(kind)})
-        if isinstance(value, dict):
-            return kind(**{name: readers[name](own) for name, own in value.items()})
-        return kind(*(one(own) for one, own in zip(readers.values(), _list(value), strict=True)))
+        if not least <= len(_list(value)) <= len(readers):
+            raise unfit(value, f"a list of {least}" + f" to {len(readers)}" * (least < len(readers)))
+        return tuple(_each(readers, value))
 
     return read
 
 
-def _list(value: Any) -> list[Any]:
-    if not isinstance(value, list):
-        raise ValueError(f"{short(value)}: expected a list")
+def _each(readers: Iterable[Reader], values: Sequence[Any]) -> list[Any]:
+    """What the readers make of the values, one each."""
+    try:
+        return [read(own) for read, own in zip(readers, values, strict=False)]
+    except Unfit:
+        pairs = [(place, read, own) for place, (read, own) in enumerate(zip(readers, values, strict=False))]
+    return [located(place, read, own) for place, read, own in pairs]
+
+
+def located(name: str | int, read: Reader, value: Any) -> Any:
+    """What the reader makes of the value at this key or position."""
+    try:
+        return read(value)
+    except Unfit as fault:
+        raise Unfit(str(fault), name, *fault.path) from None
+    except SoapError as cause:
+        raise Unfit(str(cause), name) from None
+
+
+def _object_reader(kind: Any) -> Reader:
+    readers, optional = dict[str, Reader](), set[str]()
+
+    def read(value: Any) -> Any:
+        if not readers:  # not before, as it may be one of its own fields
+            own = kind if isinstance(kind, Record) else _record_of(kind)
+            readers.update({name: reader_of(one) for name, one in own.kinds.items()})
+            optional.update(own.optional)
+        if isinstance(kind, Record):
+            return read_each(readers, value, optional)
+        if isinstance(value, list):
+            return kind(*_each(readers.values(), _list(value, len(readers))))
+        return kind(**read_each(readers, value, optional))
+
+    return read
+
+
+def read_each(readers: Mapping[str, Reader], entry: Any, optional: Collection[str] = ()) -> dict[str, Any]:
+    """What readers make of the values of an object with just these keys."""
+    if not isinstance(entry, dict):
+        raise unfit(entry, "an object")
+    for name in entry:
+        if name not in readers:
+            raise Unfit(f"unknown key {short(name)}; expected {one_of(str(name), readers)}")
+    for name in readers:
+        if name not in entry and name not in optional:
+            raise Unfit(f"key {name!r} is missing; expected it")
+    return {name: located(name, readers[name], own) for name, own in entry.items()}
+
+
+def _mapping_reader(kind: Any, names: Reader, values: Reader) -> Reader:
+    """``kind``: of the keys."""
+    texts = kind is str or (get_origin(kind) is Annotated and get_args(kind)[0] is str)
+
+    def read(value: Any) -> Any:
+        if not texts and value != {}:  # other keys stand in pairs
+            return dict(_each(repeat(lambda pair: (names(pair[0]), values(pair[1]))), [_list(pair, 2) for pair in _list(value)]))
+        if not isinstance(value, dict):
+            raise unfit(value, "an object")
+        return {located(key, names, key): located(key, values, own) for key, own in value.items()}
+
+    return read
+
+
+def _union_reader(kinds: Sequence[Any]) -> Reader:
+    readers = [reader_of(one) for one in kinds if one is not NoneType]
+
+    def read(value: Any) -> Any:
+        if value is None and NoneType in kinds:
+            return None
+        if len(readers) == 1:
+            return readers[0](value)
+        said = []
+        for one in readers:
+            try:
+                return one(value)
+            except Unfit as fault:
+                said.append(str(fault).partition("; expected ")[2])
+        raise unfit(value, " or ".join(said))
+
+    return read
+
+
+def unfit(value: Any, expected: str) -> Unfit:
+    """The error for a value of which something else was expected."""
+    return Unfit(f"{short(value)}; expected {expected}")
+
+
+def _list(value: Any, length: int | None = None) -> list[Any]:
+    if not isinstance(value, list) or (length is not None and len(value) != length):
+        raise unfit(value, "a list" if length is None else f"a list of {length}")
     return value
-
-
-def _pairs(value: Any) -> Iterable[Any]:
-    return value.items() if isinstance(value, dict) else map(_list, _list(value))
 
 
 def _scalar(kind: type, value: Any) -> Any:
     if kind is int and isinstance(value, float) and value.is_integer():  # JSON's 1.0 counts as a whole number
         return int(value)
     if type(value) not in ((int, float) if kind is float else (kind,)):
-        raise ValueError(f"{short(value)}: expected {kind.__name__}")
+        raise unfit(value, TYPES[kind][1])
     return value
 
 
+def _one_of(known: Mapping[Any, Any], value: Any) -> Any:
+    if not isinstance(value, str) or value not in known:
+        raise unfit(value, one_of(value if isinstance(value, str) else "", known))
+    return known[value]
+
+
+CHECKS: Mapping[str, Callable[[Any, Any], bool]] = {
+    "minimum": ge, "maximum": le, "exclusiveMinimum": gt, "const": eq, "enum": lambda value, known: value in known,
+    "pattern": lambda value, pattern: re.search(pattern, value) is not None,
+    "uniqueItems": lambda value, unique: not unique or len({*value}) == len(value),
+}  # fmt: skip
+"""Words of schemas that say more than a type -> whether a value is within that limit."""
+LENGTHS: Mapping[str, Callable[[int, int], bool]] = {"minLength": ge, "maxLength": le, "minItems": ge, "maxItems": le}
+"""Those of lengths, which are looked at before anything is read."""
+
+
+def _limited(kind: Any, limits: Mapping[str, Any]) -> Reader:
+    """A type's reader, within the limits of a schema."""
+    args, expected = get_args(kind), _expected(kind, limits)
+    row = get_origin(kind) is tuple and args[-1] is not Ellipsis and "minItems" in limits
+    own = _row_reader(args, limits["minItems"]) if row else reader_of(kind)
+    checks = [(CHECKS[name], limits[name]) for name in limits if name in CHECKS]
+
+    lengths = [(LENGTHS[name], limits[name]) for name in limits if name in LENGTHS]
+
+    def read(value: Any) -> Any:
+        if isinstance(value, (str, list)) and not all(check(len(value), limit) for check, limit in lengths):
+            raise Unfit(f"{len(value)} entries; expected {expected}") if isinstance(value, list) else unfit(value, expected)
+        try:
+            found = own(value)
+        except Unfit as fault:
+            raise fault if fault.path or kind is Any else unfit(value, expected) from None
+        if not all(check(found, limit) for check, limit in checks):
+            raise unfit(value, expected)
+        return found
+
+    return read if checks or lengths else own
+
+
+def _expected(kind: Any, limits: Mapping[str, Any]) -> str:
+    """The limits in words: ``description``, if there is one."""
+    if "description" in limits:
+        return str(limits["description"])
+    if "enum" in limits or "const" in limits:
+        return f"one of {', '.join(map(str, limits.get('enum', [limits.get('const')])))}"
+    said = [TYPES[kind][1] if kind in TYPES else "an object" if get_origin(kind) is Mapping else "a list"]
+    said += ["above"] * ("exclusiveMinimum" in limits)
+    for words, names in (("from", "minimum exclusiveMinimum"), ("to", "maximum"), ("of at most", "maxLength maxItems")):
+        said += [f"{words} {limits[name]}" for name in names.split() if name in limits]
+    return " ".join(said).replace("above from", "above") + " characters" * ("maxLength" in limits)
+
+
 def plain(value: Any, *, rows: bool = False) -> Any:
-    """The reverse of ``read_as``. ``rows``: shorter, as a dataclass is the list of its fields' values, and a mapping that of its pairs."""
+    """The reverse of ``read_as``. ``rows``: shorter, as a dataclass is the list of its fields' values. Mappings whose keys are
+    no text are lists of pairs."""
     if is_dataclass(value) and not isinstance(value, type):
         if (form := form_of(type(value))) is not None and form.write is not None:
             return form.write(value)
@@ -193,35 +363,12 @@ def plain(value: Any, *, rows: bool = False) -> Any:
         return list(own.values()) if rows else own
     if isinstance(value, Mapping):
         pairs = [[plain(name, rows=rows), plain(own, rows=rows)] for name, own in value.items()]
-        return pairs if rows else dict(pairs)
+        return dict(pairs) if all(isinstance(name, str) for name, _ in pairs) else pairs
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, (tuple, list, frozenset)):
         return [plain(own, rows=rows) for own in (sorted(value) if isinstance(value, frozenset) else value)]
     return value
-
-
-def validator(schema: Mapping[str, Any]) -> Draft202012Validator:
-    """A validator of documents by a schema."""
-    from jsonschema import Draft202012Validator  # slow to import, and needed for files only
-
-    return Draft202012Validator(schema)
-
-
-@cache
-def validator_of(kind: Any) -> Draft202012Validator:
-    """A validator of a type's plain values."""
-    return validator(schema_of(kind))
-
-
-def fault(by: Draft202012Validator, document: Any) -> tuple[str, str] | None:
-    """The place and what is wrong there, each in one line, of the error that tells most; None if the document is valid."""
-    from jsonschema.exceptions import best_match
-
-    error = best_match(by.iter_errors(document))
-    if error is None:
-        return None
-    return "/".join(one_line(str(part), 60) for part in error.absolute_path), one_line(error.message)
 
 
 @dataclass(frozen=True)
@@ -237,7 +384,7 @@ class Option:
 @cache
 def options_of(kind: type) -> tuple[Option, ...]:
     """The fields of a dataclass that have a default, in their order."""
-    hints, found = hints_of(kind), []
+    hints, found = get_type_hints(kind, include_extras=True), []
     for own in fields(kind):
         default = own.default_factory() if own.default_factory is not MISSING else own.default
         if default is not MISSING:
@@ -264,9 +411,9 @@ def written_options(value: Any, without: Collection[str] = ()) -> dict[str, Any]
     return found
 
 
-def read_options(kind: type, entry: Mapping[str, Any], without: Collection[str] = ()) -> dict[str, Any]:
-    """The reverse of ``written_options``, as keyword arguments: the values of these fields in an entry that may have more."""
-    return {own.name: read_as(own.kind, entry[own.name]) for own in options_of(kind) if own.name in entry and own.name not in without}
+def given_options(kind: type, entry: Mapping[str, Any], without: Collection[str] = ()) -> dict[str, Any]:
+    """Those of ``options_of`` a dataclass that an entry has, as keyword arguments; the entry was read and may have more."""
+    return {own.name: entry[own.name] for own in options_of(kind) if own.name in entry and own.name not in without}
 
 
 def option_texts(kind: type, values: Mapping[str, Any], mark: str = " ", without: Collection[str] = ()) -> list[str]:

@@ -4,30 +4,40 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from soap.errors import SoapError, one_of
+from soap.errors import SoapError
 from soap.files import read_text
+from soap.model.json_text import Form, Schema, Unfit, located, read_as, reader_of, record
 from soap.yaml_text import parse_yaml
 
-KINDS = ("label", "integer", "hex", "string")
+Kind = Literal["label", "integer", "hex", "string"]
 LEAST, MOST = -(2**31), 2**31 - 1
 """Labels and integers are kept in 32 bits."""
 MOST_COLUMNS = 10_000
 LONGEST_SPEC_BYTES = 2**22
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,99}")
-_FIELDS: dict[str, tuple[str, ...]] = {
-    "label": ("missing",),
-    "integer": ("missing", "log1p"),
-    "hex": ("missing", "modulus", "min_count", "dictionary"),
-    "string": ("missing", "min_count", "dictionary"),
+Name = Annotated[
+    str,
+    Schema(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_-]{0,99}\Z", description="up to 100 letters, digits, - and _: files are named by it"),
+]
+_WHOLE = Annotated[int, Schema(minimum=LEAST, maximum=MOST)]
+_DIGITS = Annotated[str, Schema(pattern=r"^[0-9a-fA-F]{1,16}\Z", description="1 to 16 hexadecimal digits in quotes")]
+_TEXT = Annotated[str, Schema(pattern=r"^[^\t\r\n]*\Z", description="text without tabs and line breaks")]
+_ANY = {"name": Name, "kind": str, "count": Annotated[int, Schema(minimum=1, maximum=MOST_COLUMNS)]}
+_INDEXED = {"min_count": Annotated[int, Schema(minimum=1, maximum=2**62)], "dictionary": Name}
+_FIELDS: dict[str, dict[str, Any]] = {
+    "label": {"missing": _WHOLE},
+    "integer": {"missing": _WHOLE, "log1p": bool},
+    "hex": {"missing": _DIGITS, "modulus": Annotated[int, Schema(minimum=1, maximum=2**31 - 1)], **_INDEXED},
+    "string": {"missing": _TEXT, **_INDEXED},
 }
-"""Fields of each kind, beside name, kind and count."""
+"""Fields of each kind with their types, beside those of any."""
+_MISSING = {"hex": "0", "string": ""}
+"""What an empty category stands for, if nothing is said."""
 
 
 class SpecError(SoapError):
@@ -44,7 +54,7 @@ class Column:
     """
 
     name: str
-    kind: str
+    kind: Kind
     missing: int | str = 0
     log1p: bool = False
     modulus: int = 0
@@ -129,54 +139,37 @@ def load_spec(source: str | Path) -> Spec:
 
 def from_document(document: object, where: str = "SPEC") -> Spec:
     """The SPEC of plain values: ``{"columns": [{"name": …, "kind": …}, …]}``."""
-    top = _mapping(document, where, ("columns",))
-    entries = top.get("columns")
-    if not isinstance(entries, list) or not entries:
-        raise SpecError(f"{where}: columns: {_shown(entries)}; expected a list of columns, in the order of the input's fields")
-    columns = [column for i, entry in enumerate(entries) for column in _columns(entry, f"{where}: columns[{i}]")]
+    try:
+        columns = [column for own in read_as(_SPEC, document)["columns"] for column in own]
+    except Unfit as fault:
+        place = "".join(f"[{own}]" if isinstance(own, int) else f".{own}" for own in fault.path).removeprefix(".")
+        raise SpecError(": ".join(filter(None, (where, place, str(fault))))) from None
     if len(columns) > MOST_COLUMNS:
         raise SpecError(f"{where}: columns: {len(columns)} of them; expected at most {MOST_COLUMNS}")
     _check_together(columns, where)
     return Spec(tuple(columns))
 
 
-def _columns(entry: object, where: str) -> list[Column]:
+def _columns(entry: Any) -> list[Column]:
     """The columns of one entry: as many as its ``count``, numbered from 1 then."""
-    kind = entry.get("kind") if isinstance(entry, dict) else None
-    if isinstance(entry, dict) and kind not in KINDS:
-        raise SpecError(f"{where}.kind: {_shown(kind)}; expected {one_of(str(kind), KINDS)}")
-    fields = _mapping(entry, where, ("name", "kind", "count", *_FIELDS.get(str(kind), ())))
-    name = fields.get("name")
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise SpecError(f"{where}.name: {_shown(name)}; expected up to 100 letters, digits, - and _: files are named by it")
-    count = _whole(fields, "count", 1, 1, MOST_COLUMNS, where)
-    names = [f"{name}{i + 1}" for i in range(count)] if "count" in fields else [name]
-    missing = _missing(fields, str(kind), where)
-    log1p = fields.get("log1p", False)
-    if not isinstance(log1p, bool):
-        raise SpecError(f"{where}.log1p: {_shown(log1p)}; expected true or false")
-    modulus = _whole(fields, "modulus", 0, 1, 2**31 - 1, where)
-    min_count = _whole(fields, "min_count", 1, 1, 2**62, where)
-    shared = fields.get("dictionary")
-    if shared is not None and (not isinstance(shared, str) or not _NAME.fullmatch(shared)):
-        raise SpecError(f"{where}.dictionary: {_shown(shared)}; expected up to 100 letters, digits, - and _: files are named by it")
-    category = kind in ("hex", "string")
-    return [Column(own, str(kind), missing, log1p, modulus, min_count, (shared or own) if category else "") for own in names]
+    kind: Kind = located("kind", reader_of(Kind), entry.get("kind") if isinstance(entry, dict) else "label")
+    digit = isinstance(entry, dict) and kind == "hex" and type(given := entry.get("missing")) is int and 0 <= given <= 9
+    if digit:  # of longer ones YAML does not say how they were written: 0x10 and 020 are 16
+        entry = {**entry, "missing": str(given)}
+    found = read_as(record(("count", *_FIELDS[kind]), **_ANY, **_FIELDS[kind]), entry)
+    name, count = found.pop("name"), found.pop("count", 0)
+    names = [f"{name}{i + 1}" for i in range(count)] if count else [name]
+    found = {"missing": _MISSING.get(kind, 0), **found}
+    shared = found.pop("dictionary", None)
+    return [Column(own, dictionary=(shared or own) if kind in _MISSING else "", **found) for own in names]
 
 
-def _missing(fields: dict[str, Any], kind: str, where: str) -> int | str:
-    given = fields.get("missing", {"hex": "0", "string": ""}.get(kind, 0))
-    if kind in ("label", "integer"):
-        return _whole({"missing": given}, "missing", 0, LEAST, MOST, where)
-    if kind == "hex":
-        digit = type(given) is int and 0 <= given <= 9  # of longer ones YAML does not say how they were written: 0x10 and 020 are 16
-        text = str(given) if digit or isinstance(given, str) else ""
-        if not re.fullmatch(r"[0-9a-fA-F]{1,16}", text):
-            raise SpecError(f"{where}.missing: {_shown(given)}; expected 1 to 16 hexadecimal digits in quotes")
-        return text
-    if not isinstance(given, str) or re.search(r"[\t\r\n]", given):
-        raise SpecError(f"{where}.missing: {_shown(given)}; expected text without tabs and line breaks")
-    return given
+_SPEC = record(
+    columns=Annotated[
+        tuple[Annotated[Any, Form(read=_columns)], ...],
+        Schema(minItems=1, description="a list of columns, in the order of the input's fields"),
+    ]
+)
 
 
 def _check_together(columns: Sequence[Column], where: str) -> None:
@@ -196,23 +189,3 @@ def _check_together(columns: Sequence[Column], where: str) -> None:
                         f"shares dictionary {column.dictionary!r} ({getattr(first, field)!r}); expected the same"
                     )
 
-
-def _mapping(value: object, where: str, allowed: Sequence[str]) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise SpecError(f"{where}: {_shown(value)}; expected a mapping of {', '.join(allowed)}")
-    for key in value:
-        if key not in allowed:
-            raise SpecError(f"{where}.{key}: unknown field; expected {one_of(str(key), allowed)}")
-    return value
-
-
-def _whole(fields: dict[str, Any], key: str, default: int, least: int, most: int, where: str) -> int:
-    value = fields.get(key, default) if key in fields else default
-    if key in fields and (isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most):
-        raise SpecError(f"{where}.{key}: {_shown(value)}; expected a whole number from {least} to {most}")
-    return int(value)
-
-
-def _shown(value: object) -> str:
-    text = "nothing" if value is None else repr(value)
-    return text if len(text) <= 80 else f"{text[:80]}…"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Annotated, Any, ClassVar
 
-from soap.model.json_text import Form, Schema, record
+from soap.model.json_text import Form, Schema, read_as, record, schema_of
 from soap.plan.compression.seam import Work
 from soap.profiles.keys import TileKey, Word
 from soap.profiles.work import Kernel
@@ -159,8 +159,8 @@ _NotNegative = Annotated[float, Schema(minimum=0, maximum=LARGEST)]
 _Times = tuple[Positive, _NotNegative]
 _Kernel = Annotated[tuple[Word, _NotNegative, _Size, _Size, _Size, _Size, _Size, _Size, _Size], Schema(minItems=5)]
 _Work = Annotated[tuple[_Kernel, ...], Schema(maxItems=10)]
-_SCHEMA = record(
+_RECORD = record(
     (LAUNCH,), kind=Word, family=Word, lengths=_Sizes, regions=_Sizes, entire=bool, forward_ns=_Times, backward_ns=None | _Times,
     repetitions=Count, forward_work=_Work, backward_work=_Work, measured_at=Moment, launch_ns=tuple[_NotNegative, _NotNegative],
 )  # fmt: skip
-Entry.json_form = Form(lambda: _SCHEMA, decode, encode)
+Entry.json_form = Form(lambda: schema_of(_RECORD), lambda given: decode(read_as(_RECORD, given)), encode)

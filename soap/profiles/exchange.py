@@ -14,7 +14,7 @@ from typing import Annotated
 from soap.errors import ProfileError
 from soap.files import read_text, write_text_atomically
 from soap.measure.link_probes import LinkTiming
-from soap.model.json_text import Schema, fault, plain, read_as, validator_of
+from soap.model.json_text import Schema, Unfit, plain, read_as
 from soap.profiles import keys, link_places
 from soap.profiles.corrections import Correction
 from soap.profiles.entries import Entry
@@ -94,9 +94,11 @@ def _checked(text: str, path: str | Path) -> Document:
         raise ProfileError(f"profile {str(path)!r} is no JSON ({cause}); expected what soap-profile export wrote") from None
     if isinstance(document, dict) and document.get("format") == FORMAT and document.get("version") != VERSION:
         raise ProfileError(f"profile {str(path)!r} has version {document.get('version')!r}; expected {VERSION}: export it again")
-    if (found := fault(validator_of(Document), document)) is not None:
-        where = found[0] or "the document"
-        raise ProfileError(f"profile {str(path)!r}: {where}: {found[1]}; expected what soap-profile export wrote")
+    try:
+        whole: Document = read_as(Document, document)
+    except Unfit as fault:
+        said = f"{fault.place or 'the document'}: {fault}; expected what soap-profile export wrote"
+        raise ProfileError(f"profile {str(path)!r}: {said}") from None
     environments = enumerate(own["environment"] for own in document["profiles"])
     places = enumerate(own["place"] for own in document.get("links", []))
     measured = [("profiles", number, place, keys.VERSIONS[place["kind"]]) for number, place in environments]
@@ -105,7 +107,6 @@ def _checked(text: str, path: str | Path) -> Document:
         if place.get("version") != expected:
             said = f"[{number}] measured in version {place.get('version')}; expected {expected}: measure again"
             raise ProfileError(f"profile {str(path)!r}: {part}{said}")
-    whole: Document = read_as(Document, document)
     return whole
 
 

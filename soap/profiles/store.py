@@ -21,7 +21,7 @@ from urllib.parse import quote
 from soap.errors import ProfileError
 from soap.files import cache_folder
 from soap.measure.link_probes import LinkTiming, probe_text
-from soap.model.json_text import plain, read_as, validator_of
+from soap.model.json_text import Unfit, plain, read_as
 from soap.profiles.corrections import Correction
 from soap.profiles.entries import Entry
 from soap.profiles.keys import Environment
@@ -142,12 +142,11 @@ class Store:
 
     def _record(self, kind: Any, text: str) -> Any:
         try:
-            record = json.loads(text)
+            return read_as(kind, json.loads(text))
+        except Unfit:
+            raise self._damaged("an entry is not as it should be") from None
         except (ValueError, TypeError, RecursionError):
             raise self._damaged("an entry is no JSON") from None
-        if not validator_of(kind).is_valid(record):
-            raise self._damaged("an entry is not as it should be")
-        return read_as(kind, record)
 
     @contextmanager
     def _open(self, *, writing: bool = False) -> Iterator[sqlite3.Connection]:

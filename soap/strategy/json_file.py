@@ -23,15 +23,15 @@ from soap.errors import StrategyError, one_of
 from soap.model.graph import Operator, OperatorGraph
 from soap.model.json_text import (
     Schema,
-    fault,
+    Unfit,
+    given_options,
     one_line,
     option_kinds,
     parse_json,
-    read_options,
+    read_as,
     record,
     schema_of,
     short,
-    validator,
     written_options,
 )
 from soap.strategy.config import MAX_NUMBER, WORDED, Name, OpConfig, Strategy, SyncConfig, check_config
@@ -47,14 +47,14 @@ VERSION = 2
 WORDS_1 = ("allreduce", "allgather", "parameter_server")
 """The methods that files of version 1 may name."""
 
-_DEVICE = Annotated[Any, Schema(anyOf=[schema_of(Annotated[int, Schema(minimum=0, maximum=MAX_NUMBER)]), schema_of(Name)])]
+_DEVICE = Annotated[int, Schema(minimum=0, maximum=MAX_NUMBER)] | Name
 _COUNTS = Mapping[Name, Annotated[int, Schema(minimum=1, maximum=MAX_NUMBER)]]
 _OPERATOR = {"kind": Name, "sizes": _COUNTS, "degrees": _COUNTS, "devices": Annotated[tuple[_DEVICE, ...], Schema(minItems=1)]}
 _MODEL = record(name=str, hash=Name, operators=Annotated[int, Schema(minimum=0)])
 _CLUSTER = record(name=str, hash=Name, devices=Annotated[tuple[Name, ...], Schema(minItems=1)])
 _PARAMETER_1 = record(
     ("partitions", "local_aggregation"),
-    sync=Annotated[Any, Schema(enum=[*WORDS_1])],
+    sync=Annotated[str, Schema(enum=[*WORDS_1])],
     partitions=Annotated[int, Schema(minimum=1, maximum=MAX_PARTITIONS)],
     local_aggregation=bool,
 )
@@ -64,21 +64,25 @@ _APART = ("operators", "parameters")
 
 def schema(version: int = VERSION) -> dict[str, Any]:
     """The schema of one version of the format."""
+    about = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "SOAP parallelization strategy"}
+    return about | schema_of(_document(version))
+
+
+def _document(version: int) -> Any:
+    """A document of one version of the format."""
     more = {} if version == 1 else option_kinds(Strategy, _APART)
     optional, synced = option_kinds(OpConfig), option_kinds(SyncConfig)
-    operator, parameter = record(("degrees", *optional), **_OPERATOR, **optional), record(synced, **synced)
-    document = record(
+    return record(
         ("parameters", *more, "record"),
-        format=Annotated[Any, Schema(const=FORMAT)],
-        version=Annotated[Any, Schema(const=version)],
-        model=Annotated[Any, _MODEL],
-        cluster=Annotated[Any, _CLUSTER],
-        operators=Mapping[Name, Annotated[Any, operator]],
-        parameters=Mapping[Name, Annotated[Any, _PARAMETER_1 if version == 1 else parameter]],
+        format=Annotated[str, Schema(const=FORMAT)],
+        version=Annotated[int, Schema(const=version)],
+        model=_MODEL,
+        cluster=_CLUSTER,
+        operators=Mapping[Name, record(("degrees", *optional), **_OPERATOR, **optional)],  # type: ignore[misc]
+        parameters=Mapping[Name, _PARAMETER_1 if version == 1 else record(synced, **synced)],  # type: ignore[misc]
         **more,
         record=Mapping[str, Any],
     )
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "SOAP parallelization strategy", **document}
 
 
 MAX_CHARACTERS = 2**28
@@ -174,7 +178,7 @@ def loads(text: str, graph: OperatorGraph, topology: Topology, *, any_cluster: b
         configs[op.name] = _config(op, document["operators"][op.name], numbers, room)
         room -= len(configs[op.name].devices)
     syncs = {name: _sync(name, entry, sparse=name in graph.sparse) for name, entry in document.get("parameters", {}).items()}
-    strategy = Strategy(configs, syncs, **read_options(Strategy, document, _APART))
+    strategy = Strategy(configs, syncs, **given_options(Strategy, document, _APART))
     strategy.validate(graph, topology.device_count)
     return strategy, document.get("record", {})
 
@@ -196,14 +200,14 @@ def load_contents(text: str) -> StrategyContents:
         room -= len(operators[name].devices)
     syncs = {name: _sync(name, entry, sparse=False) for name, entry in document.get("parameters", {}).items()}
     syncs = {name: sync for name, sync in syncs.items() if sync != SyncConfig()}
-    options = whole_options(Strategy({}, **read_options(Strategy, document, _APART)))
+    options = whole_options(Strategy({}, **given_options(Strategy, document, _APART)))
     return StrategyContents(header, operators, syncs, options, document.get("record", {}), int(document["version"]))
 
 
 def _contents_of(name: str, entry: Mapping[str, Any], numbers: Mapping[str, int], room: int) -> OperatorEntry:
     """An operator's entry. ``numbers``: device name -> number. ``room``: how many tiles the file may still have."""
     degrees = {factor: int(degree) for factor, degree in entry.get("degrees", {}).items() if degree > 1}
-    more = read_options(OpConfig, entry)
+    more = given_options(OpConfig, entry)
     tiles = prod(degrees.values()) * more.get("replicas", 1)
     _check_room(name, tiles, room)
     try:
@@ -321,7 +325,7 @@ def _sync(name: str, entry: Mapping[str, Any], *, sparse: bool) -> SyncConfig:
     """A parameter's synchronization from its entry. ``sparse``: whether the parameter is sparse, as far as is known."""
     try:
         if "sync" not in entry:
-            return SyncConfig(**read_options(SyncConfig, entry))
+            return SyncConfig(**given_options(SyncConfig, entry))
         within: Within = "host" if entry.get("local_aggregation", False) else "none"
         return worded(entry["sync"], int(entry.get("partitions", 1)), within, sparse=sparse)
     except StrategyError as cause:
@@ -360,12 +364,11 @@ def _parse(text: str) -> dict[str, Any]:
     if version not in range(1, VERSION + 1) or isinstance(version, bool):
         raise StrategyError(f"strategy file has version {short(version)}; this program reads versions 1 to {VERSION}: search again with it")
     try:
-        found = fault(validator(schema(int(version))), document)
-    except RecursionError:  # from quoting a deeply nested value
-        raise StrategyError("strategy file is malformed: nested too deeply; expected what soap-search wrote") from None
-    if found is not None:
-        raise StrategyError(f"strategy file is malformed at {found[0] or 'top level'}: {found[1]}; expected what soap-search wrote")
-    return document
+        read: dict[str, Any] = read_as(_document(version), document)
+    except Unfit as fault:
+        place = fault.place or "top level"
+        raise StrategyError(f"strategy file is malformed at {place}: {fault}; expected what soap-search wrote") from None
+    return read
 
 
 def _config(op: Operator, entry: Mapping[str, Any], numbers: Mapping[str, int], room: int) -> OpConfig:
@@ -381,7 +384,7 @@ def _config(op: Operator, entry: Mapping[str, Any], numbers: Mapping[str, int], 
                 f"operator {op.name!r}: degree {degrees[factor.name]} of factor {factor.name!r} exceeds its size {factor.size}; "
                 "lower the degree"
             )
-    split, more = tuple(degrees.get(name, 1) for name in names), read_options(OpConfig, entry)
+    split, more = tuple(degrees.get(name, 1) for name in names), given_options(OpConfig, entry)
     tiles = prod(split) * more.get("replicas", 1)
     _check_room(op.name, tiles, room)
     try:

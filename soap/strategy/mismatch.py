@@ -47,7 +47,7 @@ def _operator_differences(op: Operator, entry: Mapping[str, Any]) -> list[str]:
 def cluster_differences(cluster: Mapping[str, Any], topology: Topology) -> list[str]:
     """How the cluster that a file names differs from this one: an empty list, or one that begins with both names."""
     names = [device.name for device in topology.devices]
-    if cluster["hash"] == topology.hash and cluster["devices"] == names:
+    if cluster["hash"] == topology.hash and [*cluster["devices"]] == names:
         return []
     there, here = set(cluster["devices"]), set(names)
     missing, extra = [n for n in cluster["devices"] if n not in here], [n for n in names if n not in there]

@@ -57,9 +57,9 @@ def test_what_cannot_be_beside_it_is_one_line(command: list[str], tmp_path: Path
     own = [*command, "--devices", ",".join(FIRST), "--beside"]
     assert_refused(capsys, main, [*own, job(tmp_path, devices=FIRST)], 5, "device 'host0/gpu0' is in job 1 and in job 2; expected devices")
     assert_refused(capsys, main, [*own, job(tmp_path, devices=["host7"])], 4, "'host7' is no device of cluster 'two by two'")
-    assert_refused(capsys, main, [*own, job(tmp_path, devices=3)], 5, "devices '3'; expected an object with model")
+    assert_refused(capsys, main, [*own, job(tmp_path, devices=3)], 5, "devices: 3; expected a list")
     assert_refused(capsys, main, [*own, job(tmp_path, strategy="plan.json")], 5, "expected an object with model, builtin or strategy")
-    assert_refused(capsys, main, [*own, job(tmp_path, cluster="x")], 5, "'cluster'; expected an object with model")
+    assert_refused(capsys, main, [*own, job(tmp_path, cluster="x")], 5, "unknown key 'cluster'; expected one of model")
     assert_refused(capsys, main, [*own, job(tmp_path, builtin="bipartite+async")], 5, "a stale strategy", "beside other jobs")
     assert_refused(capsys, main, [*own, str(tmp_path / "none.json")], 5, "none.json", "cannot be read")
     assert_refused(capsys, main, [*own, str(tmp_path / "cluster.yaml")], 5, "no JSON", "expected an object with model")

@@ -13,7 +13,7 @@ from soap.errors import StrategyError
 from soap.mixed.partitioning import Partitioner, WorkerPlan
 from soap.mixed.planned import minibatch_of, stages_of, strategy_of
 from soap.model.graph import OperatorGraph
-from soap.model.json_text import option_texts, read_options, written_options
+from soap.model.json_text import option_kinds, option_texts, read_as, written_options
 from soap.profiles.roofline import RooflineCosts
 from soap.simulator.simulate import Simulator
 from soap.strategy.config import OpConfig, Strategy
@@ -68,7 +68,7 @@ def test_files_hashes_and_differences_have_it(both: OperatorGraph, strategy: Str
 @given(workers_of(6))
 def test_every_legal_value_is_written_and_read(workers: Workers) -> None:
     asked = Strategy({}, consistency="async", workers=workers)
-    assert read_options(Strategy, written_options(asked, ("operators", "parameters")))["workers"] == workers
+    assert read_as(option_kinds(Strategy)["workers"], written_options(asked, ("operators", "parameters"))["workers"]) == workers
     assert Strategy({}, consistency="async", workers=workers).with_changes().workers == workers
 
 

@@ -207,7 +207,7 @@ def test_wrong_line_is_named_or_left_out(tmp_path: Path, capsys: pytest.CaptureF
     [
         ("columns: 3", "columns: 3; expected a list of columns"),
         ("columns:\n- {name: y, kind: lable}", "columns[0].kind: 'lable'; expected one of label, integer, hex, string"),
-        ("columns:\n- {name: y, kind: label, modulus: 3}", "columns[0].modulus: unknown field"),
+        ("columns:\n- {name: y, kind: label, modulus: 3}", "columns[0]: unknown key 'modulus'; expected one of name, kind, count, missing"),
         ("columns:\n- {name: c, kind: hex, modulus: 0}", "columns[0].modulus: 0; expected a whole number from 1"),
         ("columns:\n- {name: c, kind: hex, missing: g}", "columns[0].missing: 'g'; expected 1 to 16 hexadecimal digits"),
         ("columns:\n- {name: c, kind: hex, missing: 0x10}", "columns[0].missing: 16; expected 1 to 16 hexadecimal digits in quotes"),
@@ -224,7 +224,7 @@ def test_wrong_line_is_named_or_left_out(tmp_path: Path, capsys: pytest.CaptureF
             id="long",
         ),
         ("columns:\n- {name: c, kind: hex, name: d}", "no valid YAML at line 2 (key 'name' occurs twice); mend it there"),
-        ("- 1", "expected a mapping of columns"),
+        ("- 1", "a list; expected an object"),
     ],
 )
 def test_spec_errors_name_the_field(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, what: str) -> None:

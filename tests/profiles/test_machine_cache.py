@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(
-    "measurement", [MEASURED, MEASURED._replace(timings=None, failed_at=1.7e9), MEASURED._replace(timings=None), Measurement(CPU)]
+    "measurement", [MEASURED, replace(MEASURED, timings=None, failed_at=1.7e9), replace(MEASURED, timings=None), Measurement(CPU)]
 )
 def test_what_was_saved_is_loaded(measurement: Measurement, folder: Path) -> None:
     assert load(KEY) is None
@@ -68,7 +69,7 @@ def test_a_file_with_wrong_values_is_ignored(field: str, value: object) -> None:
     path = cache_path(KEY)
     assert path is not None
     record = json.loads(path.read_text())
-    record["device"][field] = value
+    record["measurement"]["device"][field] = value
     path.write_text(json.dumps(record))
     assert load(KEY) is None
 
@@ -76,15 +77,17 @@ def test_a_file_with_wrong_values_is_ignored(field: str, value: object) -> None:
 def test_timings_of_another_kind_are_absent_and_the_rest_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     save(KEY, MEASURED)
     monkeypatch.setattr(machine_cache, "TIMINGS_VERSION", machine_cache.TIMINGS_VERSION + 1)
-    assert load(KEY) == MEASURED._replace(timings=None)
+    assert load(KEY) == replace(MEASURED, timings=None)
 
 
-@pytest.mark.parametrize("timings", [[], {"version": 2}, {"version": 2, "of": [1]}, {"version": 2, "of": [{"operation": "message"}]}])
+@pytest.mark.parametrize("timings", [{}, [1], [{"operation": "message"}]])
 def test_a_file_with_wrong_timings_is_ignored(timings: object) -> None:
     save(KEY, MEASURED)
     path = cache_path(KEY)
     assert path is not None
-    path.write_text(json.dumps({**json.loads(path.read_text()), "timings": timings}))
+    record = json.loads(path.read_text())
+    record["measurement"]["timings"] = timings
+    path.write_text(json.dumps(record))
     assert load(KEY) is None
 
 

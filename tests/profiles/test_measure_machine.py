@@ -182,16 +182,6 @@ def test_training_that_could_not_be_measured_is_tried_again_on_another_day(machi
     assert measured_local_topology(2).links_known == "quick" and machine.ranks == [*tried, (2, 2)]
 
 
-def test_a_failure_without_a_date_is_tried_again(machine: Machine, tmp_path: Path) -> None:
-    """Files of before kept failures for ever."""
-    measured_local_topology(2)
-    (path,) = (tmp_path / "soap").iterdir()
-    record = json.loads(path.read_text())
-    del record["failed_at"]
-    path.write_text(json.dumps({**record, "timings": {**record["timings"], "of": []}}))
-    assert measured_local_topology(2).links_known == "quick" and machine.ranks == [(2, 2), (2, 2)]
-
-
 def test_it_is_measured_again_once_if_that_is_asked_for(machine: Machine) -> None:
     first = measured_local_topology(2)
     with machine_cache.measuring_again():
@@ -248,10 +238,10 @@ def test_a_file_of_before_is_used_and_gets_what_it_lacks(machine: Machine, tmp_p
     measured_local_topology(2)
     (path,) = (tmp_path / "soap").iterdir()
     record = json.loads(path.read_text())
-    for timings in (None, {"version": 0, "of": "something else"}):
+    without = {**record, "measurement": {**record["measurement"], "timings": None}}
+    for before in (without, {**record, "timings_version": 0}):
         asked = list(machine.asked)
-        record.pop("timings", None)
-        path.write_text(json.dumps(record if timings is None else {**record, "timings": timings}))
+        path.write_text(json.dumps(before))
         again = measured_local_topology(2)
         assert again.links_known == "quick" and machine.asked == asked  # rates are not measured again
         assert {link.bandwidth_bytes_per_second for link in again.described} == {1.001e9}  # nor what the first two exchanged

@@ -95,18 +95,18 @@ def _described(document: dict[str, Any]) -> dict[str, Any]:
         (lambda d: d["otherData"].update(version=True), "version True"),
         (lambda d: d["otherData"].update(timelines={}), "timelines: a dict; expected a list"),
         (lambda d: d["otherData"].update(timelines=[0] * 17), "timelines: 17 entries; expected a list of at most 16"),
-        (lambda d: d["otherData"].update(timelines=[[]]), r"timelines\[0\]: a list; expected an object"),
-        (lambda d: _described(d).pop("copies"), "key 'copies' is missing or unknown"),
-        (lambda d: _described(d).update(extra=1), "key 'extra' is missing or unknown"),
-        (lambda d: _described(d).update(origin="guessed"), "origin: 'guessed'; expected 'predicted' or 'measured'"),
+        (lambda d: d["otherData"].update(timelines=[[]]), "timelines/0: a list; expected a list of 15"),
+        (lambda d: _described(d).pop("model"), "timelines/0: key 'model' is missing"),
+        (lambda d: _described(d).update(extra=1), "timelines/0: unknown key 'extra'; expected one of origin, model"),
+        (lambda d: _described(d).update(origin="guessed"), "origin: 'guessed'; expected one of predicted, measured"),
         (lambda d: _described(d).update(iteration_ns=-1), "iteration_ns: -1; expected a whole number from 0"),
         (lambda d: _described(d).update(iteration_ns=2**60), "expected a whole number from 0 to 9007199254740992"),
         (lambda d: _described(d).update(iterations=True), "iterations: True"),
         (lambda d: _described(d).update(model=5), "model: 5; expected text"),
-        (lambda d: _described(d).update(link_bytes={"a": "b"}), "link_bytes: a dict; expected a whole number"),
+        (lambda d: _described(d).update(link_bytes={"a": "b"}), "link_bytes/a: 'b'; expected a whole number"),
         (lambda d: _described(d).update(link_bytes=[]), "link_bytes: a list; expected an object"),
         (lambda d: d.update(traceEvents=5), "traceEvents: 5; expected a list"),
-        (lambda d: d.update(traceEvents=[5]), r"traceEvents\[0\]: 5; expected an object"),
+        (lambda d: d.update(traceEvents=[5]), "traceEvents/0: 5; expected an object"),
         (lambda d: _first(d).update(pid="0"), "pid: '0'; expected a whole number"),
         (lambda d: _first(d).update(ph=5), "ph: 5; expected text"),
         (lambda d: _first(d).update(cat="nap"), "cat: 'nap'; expected one of forward, recompute, backward"),
@@ -114,10 +114,10 @@ def _described(document: dict[str, Any]) -> dict[str, Any]:
         (lambda d: _first(d).update(ts=-1), "ts: -1; expected microseconds"),
         (lambda d: _first(d).update(dur="1"), "dur: '1'; expected microseconds"),
         (lambda d: _first(d).update(dur=10**400), "dur: 1000"),
-        (lambda d: _first(d).pop("name"), "name: None; expected text"),
+        (lambda d: _first(d).pop("name"), "key 'name' is missing"),
         (lambda d: _first(d).update(name="x" * 1001), "expected text of at most 1000 characters"),
         (lambda d: _first(d).update(args=[]), "args: a list; expected an object"),
-        (lambda d: _first(d).update(args={"bytes": 1.5}), "args: a dict; expected a whole number"),
+        (lambda d: _first(d).update(args={"bytes": 1.5}), "args/bytes: 1.5; expected a whole number"),
         (lambda d: d["traceEvents"][0].update(args={}), "expected a name or a sort_index"),
         (lambda d: d["traceEvents"].append({**_first(d), "ts": 3}), r"task 'forward l1\[0\]' occurs twice, at different times"),
     ],
@@ -147,5 +147,5 @@ def test_events_of_others_are_left_out() -> None:
 
 def test_too_many_events(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timeline_file, "MAX_EVENTS", 10)
-    with pytest.raises(TimelineError, match=r"traceEvents: [0-9]+ entries; expected a list of at most 10"):
+    with pytest.raises(TimelineError, match="traceEvents: a list; expected a list of at most 10"):
         loads(text())

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 from soap.errors import CheckpointError
 from soap.files import read_text
-from soap.model.json_text import Schema, fault, read_as, record, schema_of, validator
+from soap.model.json_text import Schema, Unfit, one_line, read_as, record
 from soap.model.regions import Box, contains, volume, whole
 from soap.runtime.checkpoint.folder import MANIFEST
 
@@ -158,9 +158,11 @@ def read_manifest(checkpoint: Path) -> Manifest:
     version = document.get("version")
     if version != VERSION or isinstance(version, bool):
         raise CheckpointError(f"checkpoint {str(checkpoint)!r} has version {str(version)[:40]!r}; this program reads version {VERSION}")
-    if (found := fault(validator(SCHEMA), document)) is not None:
-        raise damaged(path, f"at {found[0] or 'top level'}: {found[1][:120]}")
-    manifest = _manifest(path, document)
+    try:
+        manifest: Manifest = read_as(Manifest, {name: value for name, value in document.items() if name not in ("format", "version")})
+    except Unfit as fault:
+        raise damaged(path, f"at {fault.place or 'top level'}: {one_line(str(fault), 120)}") from None
+    _check_tensors(path, manifest)
     for name, size in manifest.files.items():
         _check_file(checkpoint / name, size)
     return manifest
@@ -198,14 +200,8 @@ def _check_file(path: Path, size: int) -> None:
         raise damaged(path, f"it has {path.stat().st_size} bytes, expected {size}")
 
 
-_HEAD = {"format": {"const": FORMAT}, "version": {"const": VERSION}}
-_CONTENT = schema_of(Manifest)
-SCHEMA = {**_CONTENT, "properties": {**_HEAD, **_CONTENT["properties"]}, "required": [*_HEAD, *_CONTENT["required"]]}
-
-
-def _manifest(path: Path, document: Mapping[str, Any]) -> Manifest:
-    """The manifest of a document that is valid by the schema. Checks what the schema cannot express."""
-    manifest: Manifest = read_as(Manifest, {name: value for name, value in document.items() if name not in _HEAD})
+def _check_tensors(path: Path, manifest: Manifest) -> None:
+    """CheckpointError unless regions lie in their tensors and cover them, and all that is named is there."""
     for name, own in manifest.tensors.items():
         for chunk in own.chunks:
             if not _lies_in(chunk.box, own.shape):
@@ -213,7 +209,6 @@ def _manifest(path: Path, document: Mapping[str, Any]) -> Manifest:
         if sum(volume(chunk.box) for chunk in own.chunks) != prod(own.shape):
             raise damaged(path, f"the regions of {name!r} do not cover its shape {own.shape}")
     _check_complete(path, manifest)
-    return manifest
 
 
 def _lies_in(box: Box, shape: Sequence[int]) -> bool:

@@ -7,12 +7,12 @@ Files are untrusted: their size is limited, they are parsed strictly, and refuse
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal, TypeVar, cast
+from typing import Annotated, Any, Literal
 
 from soap.errors import TimelineError
-from soap.model.json_text import one_line, parse_json, short
+from soap.model.json_text import Reader, Schema, Unfit, one_line, parse_json, read_as, read_each, reader_of, short, unfit
 from soap.simulator.analysis.timeline import NS_PER_US, Trace, merge_traces
 from soap.simulator.tasks import TaskKind
 
@@ -25,7 +25,13 @@ MAX_NUMBER = 2**53
 """Limits of what is read: far above real timelines, far below what would exhaust memory. Floats are exact up to 2**53 ns (104 days)."""
 
 Origin = Literal["predicted", "measured"]
-T = TypeVar("T")
+Name = Annotated[str, Schema(maxLength=MAX_NAME)]
+Count = Annotated[int, Schema(minimum=0, maximum=MAX_NUMBER)]
+Time = Annotated[
+    float, Schema(minimum=0, maximum=MAX_NUMBER / NS_PER_US, description=f"microseconds from 0 to {MAX_NUMBER // NS_PER_US}")
+]
+_DETAILS = {name: reader_of(Count) for name in ("bytes", "median_ns", "latency_ns", "chunk", "sort_index")}
+_DETAILS |= {name: reader_of(Name) for name in ("operator", "name")}
 
 
 @dataclass(frozen=True)
@@ -40,20 +46,20 @@ class Description:
     """
 
     origin: Origin
-    model: str
-    model_hash: str
-    cluster: str
-    cluster_hash: str
-    strategy_hash: str
-    optimizer: int
-    iteration_ns: int
-    micro_batches: int = 1
-    iterations: int = 1
-    copies: int = 1
-    link_bytes: Mapping[str, int] = field(default_factory=dict)
-    versions: Mapping[str, str] = field(default_factory=dict)
-    costs_hash: str = ""
-    not_as_priced: str = ""
+    model: Name
+    model_hash: Name
+    cluster: Name
+    cluster_hash: Name
+    strategy_hash: Name
+    optimizer: Count
+    iteration_ns: Count
+    micro_batches: Count = 1
+    iterations: Count = 1
+    copies: Count = 1
+    link_bytes: Mapping[Name, Count] = field(default_factory=dict)
+    versions: Mapping[Name, Name] = field(default_factory=dict)
+    costs_hash: Name = ""
+    not_as_priced: Name = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +117,14 @@ def loads(text: str) -> tuple[Timeline, ...]:
         raise TimelineError(f"otherData.format is {short(found)}, expected {FORMAT!r}; write the timeline again with soap-run --timeline")
     if other.get("version") != VERSION or isinstance(other.get("version"), bool):
         raise TimelineError(f"version {short(other.get('version'))}; this program reads version {VERSION}: write the timeline again")
-    described = _list(other, "timelines", 16)
-    descriptions = [_description(entry, f"otherData.timelines[{i}]") for i, entry in enumerate(described)]
-    per_process = _events(_list(document, "traceEvents", MAX_EVENTS), len(descriptions))
+    try:
+        descriptions = read_as(Annotated[tuple[Description, ...], Schema(maxItems=16)], other.get("timelines"))
+    except Unfit as fault:
+        raise _malformed("/".join(filter(None, ("otherData/timelines", fault.place))), fault) from None
+    events = document.get("traceEvents")
+    if not isinstance(events, list) or len(events) > MAX_EVENTS:
+        raise _malformed("traceEvents", unfit(events, f"a list of at most {MAX_EVENTS}"))
+    per_process = _events(events, len(descriptions))
     return tuple(_timeline(description, events) for description, events in zip(descriptions, per_process, strict=True))
 
 
@@ -155,115 +166,44 @@ def _events(events: list[Any], processes: int) -> list[list[dict[str, Any]]]:
     """The events of each described process, with process number 0. Events of other processes and other kinds are left out."""
     found: list[list[dict[str, Any]]] = [[] for _ in range(processes)]
     for number, event in enumerate(events):
-        place = f"traceEvents[{number}]"
-        if not isinstance(event, dict):
-            raise _malformed(place, event, "an object")
-        process = _get(event, "pid", place, _count)
-        phase = _get(event, "ph", place, _name)
-        if phase in _EVENT_FIELDS and process < processes:
-            checks = {key: check for key, check in _EVENT_FIELDS[phase].items() if key in event or (phase, key) != ("X", "args")}
-            kept = {key: _get(event, key, place, check) for key, check in checks.items()}
-            found[process].append({**kept, "ph": phase, "pid": 0})
+        try:
+            process, phase = (part := _known({"pid": reader_of(Count), "ph": reader_of(Name)}, event))["pid"], part["ph"]
+            if phase in _EVENTS and process < processes:
+                found[process].append({**_known(_EVENTS[phase], event, ("args",) if phase == "X" else ()), "ph": phase, "pid": 0})
+        except Unfit as fault:
+            raise _malformed("/".join(filter(None, (f"traceEvents/{number}", fault.place))), fault) from None
     return found
 
 
-def _description(entry: Any, place: str) -> Description:
+def _known(readers: Mapping[str, Reader], entry: Any, optional: Collection[str] = ()) -> dict[str, Any]:
+    """What is read of an object, whatever else it has."""
     if not isinstance(entry, dict):
-        raise _malformed(place, entry, "an object")
-    if entry.keys() != _DESCRIPTION_FIELDS.keys():
-        differing = sorted(one_line(str(key), 40) for key in entry.keys() ^ _DESCRIPTION_FIELDS.keys())
-        raise TimelineError(f"{place}: key {differing[0]!r} is missing or unknown; write the timeline again with soap-run --timeline")
-    return Description(**{key: _get(entry, key, place, check) for key, check in _DESCRIPTION_FIELDS.items()})
+        raise unfit(entry, "an object")
+    return read_each(readers, {name: own for name, own in entry.items() if name in readers}, optional)
 
 
-def _list(document: Mapping[str, Any], key: str, most: int) -> list[Any]:
-    value = document.get(key)
-    if not isinstance(value, list) or len(value) > most:
-        shown = f"{len(value)} entries" if isinstance(value, list) else short(value)
-        raise TimelineError(f"{key}: {shown}; expected a list of at most {most}")
-    return value
-
-
-def _get(entry: Mapping[str, Any], key: str, place: str, check: Callable[[Any], T]) -> T:
-    try:
-        return check(entry.get(key))
-    except ValueError as expected:
-        raise _malformed(f"{place}.{key}", entry.get(key), str(expected)) from None
-
-
-def _malformed(place: str, value: Any, expected: str) -> TimelineError:
-    return TimelineError(f"{place}: {short(value)}; expected {expected}, as soap-run --timeline writes it")
-
-
-def _name(value: Any) -> str:
-    if not isinstance(value, str) or len(value) > MAX_NAME:
-        raise ValueError(f"text of at most {MAX_NAME} characters")
-    return value
-
-
-def _count(value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_NUMBER:
-        raise ValueError(f"a whole number from 0 to {MAX_NUMBER}")
-    return value
-
-
-def _time_us(value: Any) -> float:
-    usable = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not usable or not 0 <= value <= MAX_NUMBER / NS_PER_US:
-        raise ValueError(f"microseconds from 0 to {MAX_NUMBER // NS_PER_US}")
-    return cast(float, value)
-
-
-def _origin(value: Any) -> Origin:
-    if value not in ("predicted", "measured"):
-        raise ValueError("'predicted' or 'measured'")
-    return cast(Origin, value)
-
-
-def _kind(value: Any) -> str:
-    if value not in list(TaskKind):
-        raise ValueError(f"one of {', '.join(TaskKind)}")
-    return cast(str, value)
-
-
-def _mapping(check: Callable[[Any], T]) -> Callable[[Any], dict[str, T]]:
-    """A check of an object whose values all pass another check."""
-
-    def checked(value: Any) -> dict[str, T]:
-        if not isinstance(value, dict):
-            raise ValueError("an object")
-        return {_name(key): check(entry) for key, entry in value.items()}
-
-    return checked
+def _malformed(place: str, fault: Unfit) -> TimelineError:
+    return TimelineError(f"{place}: {fault}, as soap-run --timeline writes it")
 
 
 def _details(value: Any) -> dict[str, Any]:
-    """An event's ``args``: the names and counts that are known; others are left out."""
-    if not isinstance(value, dict):
-        raise ValueError("an object")
-    checks: dict[str, Callable[[Any], Any]] = dict.fromkeys(("bytes", "median_ns", "latency_ns", "chunk", "sort_index"), _count)
-    checks |= dict.fromkeys(("operator", "name"), _name)
-    return {key: check(value[key]) for key, check in checks.items() if key in value}
+    """An event's ``args``: the names and counts that are known."""
+    return _known(_DETAILS, value, _DETAILS)
 
 
 def _label(value: Any) -> dict[str, Any]:
     """A metadata event's ``args``: a name or a sort index."""
     found = _details(value)
     if not found:
-        raise ValueError("a name or a sort_index")
+        raise unfit(value, "a name or a sort_index")
     return found
 
 
-_EVENT_FIELDS: dict[str, dict[str, Callable[[Any], Any]]] = {
-    "X": {"name": _name, "cat": _kind, "tid": _count, "ts": _time_us, "dur": _time_us, "args": _details},
-    "M": {"name": _name, "tid": _count, "args": _label},
-    "C": {"name": _name, "ts": _time_us, "args": _details},
-}
-_NAMES = ("model", "model_hash", "cluster", "cluster_hash", "strategy_hash", "costs_hash", "not_as_priced")
-_DESCRIPTION_FIELDS: dict[str, Callable[[Any], Any]] = {
-    "origin": _origin,
-    **dict.fromkeys(_NAMES, _name),
-    **dict.fromkeys(("optimizer", "iteration_ns", "micro_batches", "iterations", "copies"), _count),
-    "link_bytes": _mapping(_count),
-    "versions": _mapping(_name),
-}
+_EVENTS: dict[str, dict[str, Reader]] = {
+    "X": {
+        "name": reader_of(Name), "cat": reader_of(TaskKind), "tid": reader_of(Count), "ts": reader_of(Time), "dur": reader_of(Time),
+        "args": _details,
+    },
+    "M": {"name": reader_of(Name), "tid": reader_of(Count), "args": _label},
+    "C": {"name": reader_of(Name), "ts": reader_of(Time), "args": _details},
+}  # fmt: skip
