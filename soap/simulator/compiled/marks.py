@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from soap.plan.marks.seam import FORWARD, On, Takes, all_marked
+from soap.plan.marks.seam import FORWARD, Amount, On, Takes, all_marked
 from soap.simulator.communication.offloading import DOWN, UP
 from soap.simulator.compiled.graph_arrays import IntRows, Ints
 from soap.simulator.compiled.jit import inlined
@@ -33,7 +33,8 @@ MOMENT, COPY = -2, -1
 class MarkTables(NamedTuple):
     """By mark: its rows ``ptr[mark]:ptr[mark + 1]`` of ``rows[row, column]``; for how many of them a backward pass waits
     (``backward_waits``); whether its first row waits for a need (``needed``); the block of second runs, or 0 (``again_block``); by mark of
-    a reader, whether both are needed at once (``together``). ``tells``, from ``tells_ptr`` on, for each mark's forward passes and rows: the
+    a reader, whether both are needed at once (``together``); how often devices, and hosts, hold each ``Amount`` (``held``, ``on_host``).
+    ``tells``, from ``tells_ptr`` on, for each mark's forward passes and rows: the
     blocks of what waits for these."""
 
     ptr: Ints
@@ -42,6 +43,8 @@ class MarkTables(NamedTuple):
     needed: Ints
     again_block: Ints
     together: IntRows
+    held: IntRows
+    on_host: IntRows
     tells_ptr: Ints
     tells: Ints
 
@@ -51,6 +54,11 @@ _ON = {On.NOTHING: NOTHING, On.DEVICE: DEVICE, On.TO_HOST: DEVICE + 1 + DOWN, On
 
 def _price(takes: Takes) -> int:
     return MOMENT if takes is Takes.MOMENT else COPY if takes is Takes.COPY else OF_ROWS[takes]
+
+
+def _held(*, on_host: bool) -> IntRows:
+    holds = [[hold.amount for hold in own.holds if hold.on_host == on_host] for own in all_marked()]
+    return np.array([[amounts.count(amount) for amount in Amount] for amounts in holds], np.int32)
 
 
 def mark_tables() -> MarkTables:
@@ -72,6 +80,8 @@ def mark_tables() -> MarkTables:
         needed=ints(own.needed for own in marked),
         again_block=ints(0 if own.again is None else ROW_BLOCKS + own.again for own in marked),
         together=together,
+        held=_held(on_host=False),
+        on_host=_held(on_host=True),
         tells_ptr=ints(tells_ptr),
         tells=ints(tells),
     )
@@ -105,3 +115,17 @@ def is_needed(C: State, op: int) -> bool:
 def needed_together(C: State, op: int, reader: int) -> bool:
     """Whether an operator's tiles are needed as soon as those of a reader."""
     return C.marks.together[C.marked[op], C.marked[reader]] > 0
+
+
+@inlined
+def held_bytes(C: State, op: int, made: int, product: int, away: int, is_host: int) -> int:
+    """What an operator's mark lets a tile's device hold. ``made``, ``product``, ``away``: the tile's amounts (``plan.marks.seam.Amount``).
+    ``is_host``: 1 if the device is its own host, else 0."""
+    held, there = C.marks.held[C.marked[op]], C.marks.on_host[C.marked[op]]
+    return (held[0] + is_host * there[0]) * made + (held[1] + is_host * there[1]) * product + (held[2] + is_host * there[2]) * away
+
+
+@inlined
+def holds_on_host(C: State, mark: int) -> bool:
+    """Whether hosts hold something because of a mark."""
+    return C.marks.on_host[mark, 0] + C.marks.on_host[mark, 1] + C.marks.on_host[mark, 2] > 0

@@ -12,7 +12,7 @@ from soap.simulator.compiled.arrays import fill
 from soap.simulator.compiled.delivery import deliver
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.machine_code import entry
-from soap.simulator.compiled.marks import runs_again
+from soap.simulator.compiled.marks import held_bytes, holds_on_host, runs_again
 from soap.simulator.compiled.memory_tables import (
     ACTIVATIONS,
     ASSEMBLED,
@@ -49,8 +49,6 @@ from soap.simulator.compiled.transit import add_fetches, add_holdings, add_sent,
 from soap.simulator.compiled.variants import AWAY, CELLS
 from soap.simulator.compiled.variants import PARTS as PARTS_OF
 from soap.simulator.compiled.world import World
-from soap.strategy.marks import OFFLOADED
-from soap.strategy.recomputation import LIGHT
 
 
 @entry
@@ -98,7 +96,7 @@ def _any_offloads(C):  # type: ignore[no-untyped-def]
     for code in C.sync:
         found |= offloads(code)
     for mark in C.marked:
-        found |= mark == OFFLOADED
+        found |= holds_on_host(C, mark)
     return found
 
 
@@ -193,9 +191,8 @@ def _tiles(W, M, op):  # type: ignore[no-untyped-def]
         device, cell = C.dev[C.dev_ptr[op] + tile], tile % cells
         part[ACTIVATIONS, device] += M.data[kept + cell] + M.data[read + cell]
         part[ACTIVATIONS, device] += M.data[made + cell] * (runs_again(C, op) + C.divided[op])
-        part[ACTIVATIONS, device] += M.data[M.rows[row, PRODUCTS] + cell] if C.marked[op] == LIGHT else 0
-        if C.marked[op] == OFFLOADED:  # a CPU has both copies
-            part[ACTIVATIONS, device] += V.away[away + cell] * (1 + K.serves_itself[device])
+        product = M.data[M.rows[row, PRODUCTS] + cell]
+        part[ACTIVATIONS, device] += held_bytes(C, op, M.data[made + cell], product, V.away[away + cell], K.serves_itself[device])
         part[LARGEST_TILE, device] = max(part[LARGEST_TILE, device], M.data[gradients + cell])
         most = M.data[own + cell]
         if has_rows:

@@ -17,7 +17,7 @@ from soap.simulator.compiled.delivery import deliver
 from soap.simulator.compiled.fetches import is_remote
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.machine_code import entry
-from soap.simulator.compiled.marks import runs_again
+from soap.simulator.compiled.marks import held_bytes, is_made_again, runs_again
 from soap.simulator.compiled.memory_tables import (
     ASSEMBLED,
     COLLECTED,
@@ -57,8 +57,6 @@ from soap.simulator.compiled.scratch import FETCHES
 from soap.simulator.compiled.variants import AWAY, CELLS
 from soap.simulator.compiled.world import World
 from soap.simulator.memory.transit import SENT_BYTES
-from soap.strategy.marks import OFFLOADED
-from soap.strategy.recomputation import LIGHT
 
 
 @entry
@@ -108,14 +106,15 @@ def _sum_up(W, M, L, device):  # type: ignore[no-untyped-def]
 def _hold_tiles(W, M, L, op):  # type: ignore[no-untyped-def]
     """What tiles keep and make, from their forward passes to their last ones; copies of the batch, which others may share, all the time."""
     V, K, C = W.variants, W.cluster, W.state
-    row, mark = C.variant[op], C.marked[op]
+    row, light = C.variant[op], runs_again(C, op) and not is_made_again(C, op)
     cells, made = V.rows[row, CELLS], M.rows[row, MADE]
     for tile in range(C.tiles[op]):
         device, cell = C.dev[C.dev_ptr[op] + tile], tile % cells
         first, last = forward_place(W, L, op, tile), last_place(W, L, op, tile)
         size = M.data[M.rows[row, KEPT] + cell] + M.data[made + cell] * runs_again(C, op)
-        size += M.data[M.rows[row, PRODUCTS] + cell] if mark == LIGHT else -M.data[M.rows[row, PARTIALS] + cell]  # see ``hold_sums``
-        size += V.away[V.rows[row, AWAY] + cell] * (1 + K.serves_itself[device]) if mark == OFFLOADED else 0
+        size -= 0 if light else M.data[M.rows[row, PARTIALS] + cell]  # see ``hold_sums``
+        product, away = M.data[M.rows[row, PRODUCTS] + cell], V.away[V.rows[row, AWAY] + cell]
+        size += held_bytes(C, op, M.data[made + cell], product, away, K.serves_itself[device])
         hold(L, device, first, last, size)
         L.steady[device] += M.data[M.rows[row, READ] + cell]
 

@@ -74,9 +74,9 @@ def spans_of(run: Played, order: RankOrder, plan: Plan, arrays: PlanArrays) -> S
     second = _second_runs(run, segments.number)
     second[:, unread] = NEVER
     let_go = np.full(len(plan.tiles), NEVER)
-    for position, marked in plan.marked.items():
-        if marked.kept_until:
-            let_go = np.where(arrays.tiles.operator == position, ends[run.rows[marked.kept_until]], let_go)
+    for until in {own.kept_until for own in plan.marked.values() if own.kept_until}:
+        positions = [position for position, own in plan.marked.items() if own.kept_until == until]
+        let_go = np.where(np.isin(arrays.tiles.operator, positions), ends[run.rows[until]], let_go)
     tasks = {
         "forward": run.forward,
         "backward": np.where(unread, NONE, run.backward),
