@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from soap import collector, outputs
-from soap.errors import INTERRUPTED_EXIT_CODE, ScheduleError, SoapError, did_you_mean, options_of
+from soap.errors import ScheduleError, SoapError, did_you_mean, interrupted_code, options_of
 from soap.files import check_writable, reason
 from soap.logs import NATIVE_LOG_LEVEL
 from soap.time_limit import TimeIsUp, TimeLimit
@@ -36,7 +36,7 @@ EXIT_CODES = """exit codes:
   0 success            3 model             6 profile
   1 any other error    4 cluster           7 nothing fits into memory
   2 usage              5 strategy          8 run failed, or --check did not hold
-  130 interrupted (Ctrl-C); soap-search saves first, on SIGTERM too (143)
+  130 interrupted (Ctrl-C), 143 by SIGTERM; soap-search saves first
 """
 
 OPTIONS = {
@@ -165,9 +165,9 @@ def _execute(parser: Parser, execute: Callable[[argparse.Namespace], int], args:
     except TimeIsUp:
         early = f"the {args.time_limit:g} s of --time-limit were over before there was anything to show; expected more, or a smaller model"
         return _fail(parser.prog, early, other)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         note(parser.prog, "interrupted")
-        return INTERRUPTED_EXIT_CODE
+        return interrupted_code(error)
     except BrokenPipeError:
         _drop_output()  # the reader of our output has what it wanted (``| head``)
         return other

@@ -108,8 +108,7 @@ def execute(args: argparse.Namespace) -> int:
     explained = _whole(simulation) if args.explain else None
     if args.timeline:
         write_text_atomically(args.timeline, predicted_text(graph, strategy, simulation, simulator.costs_hash, memory=True))
-    usual = api.classical(BASELINE, graph, topology)
-    sensitivities = simulate_report.find_sensitivity(simulator, strategy, usual) if args.sensitivity else None
+    sensitivities = simulate_report.find_sensitivity(simulator, strategy, simulator.data_parallel) if args.sensitivity else None
     summary = {**plan_summary.document(simulator, strategy, simulation), "iteration": simulate_report.iteration_document(simulation)}
     name = args.builtin or Path(args.strategy).name
     if args.beside:
