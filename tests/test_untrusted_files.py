@@ -15,7 +15,7 @@ import torch
 import soap
 from soap.data.preprocessed import Preprocessed
 from soap.files import ARCHIVE_SPARE_BYTES, check_archive
-from soap.mixed.run.saved import Checkpoint, server_values
+from soap.mixed.run.training import Checkpoint, server_values
 from soap.preprocessing import steps
 from soap.tracing import record
 from soap.weights.places import INDEX

@@ -22,7 +22,7 @@ from soap.strategy.consistency import ASYNC, Consistency, parse
 from soap.strategy.grids import device_order
 
 if TYPE_CHECKING:
-    from soap.elastic.plan import ElasticPlan
+    from soap.elastic.layout import ElasticPlan
     from soap.elastic.simulation.design import Design
     from soap.elastic.simulation.steady import Steady
 
@@ -139,8 +139,8 @@ def _designs(simulator: Simulator, consistency: Consistency) -> dict[str, Steady
 
 
 def _steady(simulator: Simulator, design: Design) -> Steady:
+    from soap.elastic.simulation.design import Traffic, needs_of_graph
     from soap.elastic.simulation.steady import simulate
-    from soap.elastic.simulation.traffic import Traffic, needs_of_graph
     from soap.elastic.simulation.work import EstimatedWork
 
     graph, topology = simulator.graph, simulator.topology

@@ -66,7 +66,7 @@ def find_workers(
 ) -> WorkersOutcome:
     """Search which devices make a virtual worker, its stages, and how many minibatches it has in flight, for the most samples per second
     within a bound on staleness. The workers share the model's batch: each has a minibatch of its part. ``policy``: NP, ED, ED-local or HD
-    (``soap.mixed.allocations``), or ``any``. SoapError in one line if nothing fits, or the samples do not divide."""
+    (``soap.mixed.searching``), or ``any``. SoapError in one line if nothing fits, or the samples do not divide."""
     from soap.mixed.planned import strategy_of
     from soap.mixed.searching import fitting
 
@@ -91,8 +91,7 @@ def simulate_workers(
 ) -> WorkersOutcome:
     """How a strategy of virtual workers trains in its steady state. SoapError in one line if it has none, or they cannot run."""
     from soap.mixed.partitioning import Partitioner
-    from soap.mixed.planned import minibatch_of, stages_of
-    from soap.mixed.run.plan import wave_plan
+    from soap.mixed.planned import minibatch_of, stages_of, wave_plan
     from soap.mixed.steady import simulate
 
     topology = with_memory_budget(topology_of(cluster), memory_budget)

@@ -11,7 +11,7 @@ from soap.cluster.topology import Topology
 from soap.strategy.consistency import parse
 
 if TYPE_CHECKING:
-    from soap.elastic.plan import ElasticPlan
+    from soap.elastic.layout import ElasticPlan
     from soap.elastic.simulation.steady import Steady
 
 SHOWN_TABLES = 4

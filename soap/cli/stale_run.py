@@ -30,8 +30,8 @@ from soap.units import format_bytes
 
 if TYPE_CHECKING:
     from soap.elastic.launcher import Options, Outcome, Run
-    from soap.elastic.plan import ElasticPlan
-    from soap.elastic.server_actor import Keeping
+    from soap.elastic.layout import ElasticPlan
+    from soap.elastic.store import Keeping
     from soap.elastic.worker import Batches, Report, Source
 
 OWN = "own"
@@ -263,7 +263,7 @@ def _folder(args: argparse.Namespace) -> Iterator[str]:
 
 
 def _keeping(args: argparse.Namespace, folder: str, optimizer: Any, plan: ElasticPlan) -> Keeping:
-    from soap.elastic.server_actor import Keeping
+    from soap.elastic.store import Keeping
 
     every = {} if args.save_every is None else {"snapshot_every_pushes": args.save_every * len(plan.workers)}
     return Keeping(folder, optimizer, fsync=args.fsync, temporary=not (args.resume or args.save), **every)

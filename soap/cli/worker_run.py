@@ -17,7 +17,7 @@ from soap.cluster.topology import Topology
 from soap.units import format_bytes
 
 if TYPE_CHECKING:
-    from soap.mixed.run.plan import WavePlan
+    from soap.mixed.planned import WavePlan
     from soap.mixed.run.training import Outcome
     from soap.strategy.config import Strategy
     from soap.tracing.execute import TracedModel
@@ -46,11 +46,9 @@ def execute(args: argparse.Namespace, topology: Topology, planned: TracedModel, 
     from soap.cli.lease_data import lease_data
     from soap.elastic.worker import Source
     from soap.emulation.placement import run_evenly
-    from soap.mixed.planned import minibatch_dims
-    from soap.mixed.run.plan import wave_plan
-    from soap.mixed.run.saved import checkpoint_of
+    from soap.mixed.planned import minibatch_dims, wave_plan
     from soap.mixed.run.stage_program import Updates
-    from soap.mixed.run.training import Job, train
+    from soap.mixed.run.training import Job, checkpoint_of, train
     from soap.runtime.comm.launch import launch
     from soap.runtime.comm.rank_processes import READING
 

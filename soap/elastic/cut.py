@@ -82,6 +82,12 @@ class Cut:
         self._constants = program.constants
         self._model = replace(model, program=self._rest)
 
+    @property
+    def shapes(self) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
+        """(tables, dense variables): shapes by name."""
+        tables, dense = ({name: self._model.graph.tensors[name].shape for name in names} for names in (self.tables, self.dense))
+        return tables, dense
+
     def look_ups(self, inputs: Sequence[torch.Tensor]) -> dict[str, Lookups]:
         """By table, the bags of all its uses, one after the other, since a lease pushes to a table once. ``inputs``: a batch, in order."""
         values: dict[str, torch.Tensor] = {**self._constants, **dict(zip(self.input_names, inputs, strict=True))}

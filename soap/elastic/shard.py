@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from soap.elastic.faults import ElasticError
+from soap.elastic.layout import Partition
 from soap.elastic.leases import Ledger, Steps
-from soap.elastic.partitions import Partition
 from soap.runtime.sync.row_update import RowGradient, Updater, add_up
 from soap.runtime.updates.optimizers import OptimizerFactory, Recipe
 from soap.runtime.updates.trial import try_optimizer

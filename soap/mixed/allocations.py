@@ -136,17 +136,25 @@ def _named(topology: Topology, kinds: Sequence[Sequence[int]], parts: Sequence[C
 
 def _kinds(topology: Topology) -> list[tuple[int, ...]]:
     """Devices of one type, with equal memory, on one host."""
+    return alike(topology, kind_of)
+
+
+def kind_of(topology: Topology, device: int) -> tuple[int, str, int]:
+    """What is the same of devices that are alike: host, type, memory."""
+    own = topology.devices[device]
+    return own.host, own.type.name, topology.memory_limits[device]
+
+
+def alike(topology: Topology, key: Callable[[Topology, int], object]) -> list[tuple[int, ...]]:
+    """The devices, those with equal keys together."""
     found: dict[object, list[int]] = {}
-    for device in topology.devices:
-        found.setdefault((device.host, device.type.name, topology.memory_limits[device.index]), []).append(device.index)
+    for device in range(topology.device_count):
+        found.setdefault(key(topology, device), []).append(device)
     return [tuple(own) for own in found.values()]
 
 
 def _hosts(topology: Topology) -> list[tuple[int, ...]]:
-    found: dict[int, list[int]] = {}
-    for device in topology.devices:
-        found.setdefault(device.host, []).append(device.index)
-    return [tuple(own) for own in found.values()]
+    return alike(topology, lambda topology, device: topology.devices[device].host)
 
 
 def _equal_hosts(topology: Topology, policy: str) -> list[tuple[int, ...]]:

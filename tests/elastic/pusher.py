@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from soap.elastic.partitions import cut
+from soap.elastic.layout import cut
 from soap.elastic.shard import check_optimizer
 from tests.elastic.stores import Store
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from soap.elastic import lookups as module
 from soap.elastic.faults import ElasticError
+from soap.elastic.layout import Partition, combine, cut, cut_at, divide, route
 from soap.elastic.lookups import Lookups, gradient_of_rows, means, sums_of_rows
-from soap.elastic.partitions import Partition, combine, cut, cut_at, divide, route
 from soap.elastic.shard import Shard
 from tests.elastic.drawn import batches, drawn, layers, matrix
 from tests.extent import MANY

@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 from soap.cluster.topology import Topology
 from soap.elastic.clocks import Clocks
-from soap.elastic.simulation.design import Design
-from soap.elastic.simulation.traffic import Traffic
+from soap.elastic.simulation.design import Design, Traffic
 from soap.elastic.simulation.unroll import FRONT, NO_DELAYS, PUSH, REST, Delays, Unrolled, unroll
 from soap.elastic.simulation.work import Work
 from soap.simulator.chunks import NO_CHUNKS

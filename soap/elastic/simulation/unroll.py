@@ -24,8 +24,7 @@ from soap.cluster.topology import Topology
 from soap.elastic.clocks import waves_needed
 from soap.elastic.faults import ElasticError
 from soap.elastic.layout import Place
-from soap.elastic.simulation.design import Design
-from soap.elastic.simulation.traffic import Traffic
+from soap.elastic.simulation.design import Design, Traffic
 from soap.elastic.simulation.work import Work
 from soap.simulator.communication.prices import Communication
 from soap.simulator.communication.servers import first_cores

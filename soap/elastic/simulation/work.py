@@ -10,8 +10,7 @@ from typing import Protocol
 from soap.cluster.topology import DeviceType, Topology
 from soap.elastic.faults import ElasticError
 from soap.elastic.layout import Place
-from soap.elastic.simulation.design import Lane
-from soap.elastic.simulation.traffic import Traffic
+from soap.elastic.simulation.design import Lane, Traffic
 from soap.model.batch import samples_of
 from soap.model.graph import FactorKind, OperatorGraph
 from soap.model.regions import Interval
