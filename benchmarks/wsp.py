@@ -34,7 +34,7 @@ from soap import api
 from soap.cli import emulation
 from soap.cli.lease_data import lease_data
 from soap.cli.options import not_negative, positive
-from soap.cli.worker_run import rate_of, samples_per_second
+from soap.cli.stale_run import rate_of, samples_per_second
 from soap.cluster.topology import Topology
 from soap.elastic.simulation.unroll import NO_DELAYS
 from soap.elastic.worker import Source

@@ -9,7 +9,7 @@ from typing import Any
 from soap import api
 from soap.cli import certainty, figures
 from soap.cli.command import UsageError
-from soap.cli.plain_text import aligned, milliseconds
+from soap.cli.plain_text import left_last, milliseconds
 from soap.cluster.topology import Topology
 from soap.errors import InfeasibleError, SoapError, TopologyError
 
@@ -136,10 +136,8 @@ def text(candidates: Sequence[Candidate], objective: str) -> str:
                 _note(one, chosen),
             )
         )
-    numbers = aligned(row[:-1] for row in rows).splitlines()
     word = "fastest" if objective == TIME else "cheapest"
-    lines = [f"{line}  {row[-1]}".rstrip() for line, row in zip(numbers, rows, strict=True)]
-    return "\n".join([*lines, "", f"{word}: {chosen.spec}; of its strategy:"])
+    return f"{left_last(rows)}\n\n{word}: {chosen.spec}; of its strategy:"
 
 
 def _note(one: Candidate, chosen: Candidate) -> str:

@@ -13,7 +13,7 @@ from soap.cli import calibration, plan_summary, reporting, timelines
 from soap.cli.calibration import LEAST_TASKS
 from soap.cli.command import Parser, UsageError, entry_point
 from soap.cli.options import add_cluster, add_json
-from soap.cli.plain_text import aligned, milliseconds
+from soap.cli.plain_text import aligned, and_more, milliseconds
 from soap.files import write_text_atomically
 from soap.simulator.analysis import timeline_file
 from soap.simulator.analysis.comparison import Comparison, Group, Pair, compare
@@ -147,8 +147,7 @@ def _groups(what: str, found: Sequence[Group]) -> str:
 def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     if not rows:
         return ""
-    rest = len(rows) - MOST_ROWS
-    return aligned([head, *rows[:MOST_ROWS]]) + (f"\n  and {rest} more; --json has all" if rest > 0 else "")
+    return "\n".join([aligned([head, *rows[:MOST_ROWS]]), *and_more(len(rows), MOST_ROWS)])
 
 
 def _times(predicted_ns: int, measured_ns: int) -> tuple[str, str, str]:

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from soap.cli.plain_text import aligned, milliseconds
+from soap.cli.plain_text import aligned, and_more, milliseconds
 from soap.errors import SoapWarning
 from soap.plan.compression.training import PLAIN
 from soap.plan.delivery import box_bytes
@@ -113,7 +113,7 @@ def text(found: Mapping[str, Any]) -> str:
         (name, one["method"], format_bytes(one["sent_bytes"]), format_bytes(one["dense_bytes"]), _saved(one["saved_ns"]))
         for name, one in entries[:MOST_ROWS]
     ]
-    more = [f"  and {len(entries) - MOST_ROWS} more; the strategy file has all"] if len(entries) > MOST_ROWS else []
+    more = and_more(len(entries), MOST_ROWS, "the strategy file has all")
     together = f"  all together save {_saved(found['all']['saved_ns'])} a step"
     return "\n".join([aligned(rows), *more, together])
 

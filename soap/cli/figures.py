@@ -5,22 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from soap.cli.plain_text import attributes
 from soap.simulator.throughput import Throughput
 
 
 def document(found: Throughput) -> dict[str, Any]:
     """Plain JSON values. The keys are part of the commands' interface."""
     return {
-        "samples_per_second": found.samples_per_second,
-        "tokens_per_second": found.tokens_per_second,
-        "mfu": found.mfu,
-        "model_flops": found.model_flops,
-        "arithmetic": found.arithmetic,
-        "peak_flops_per_second": found.peak_flops_per_second,
+        **attributes(found, "samples_per_second", "tokens_per_second", "mfu", "model_flops", "arithmetic", "peak_flops_per_second"),
         "price_per_hour": None if found.price is None else found.price.per_hour,
         "currency": None if found.price is None else found.price.currency or None,
-        "cost_per_million_samples": found.cost_per_million_samples,
-        "cost_per_million_tokens": found.cost_per_million_tokens,
+        **attributes(found, "cost_per_million_samples", "cost_per_million_tokens"),
     }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from soap.api.fitting import Fit, Way
 from soap.cli.command import OPTIONS, UsageError
 from soap.cli.options import reading_options
-from soap.cli.plain_text import aligned, milliseconds
+from soap.cli.plain_text import aligned, attributes, milliseconds
 from soap.cli.plan_summary import kinds_text
 from soap.cli.recomputing import budgeted, budgeted_text
 from soap.cluster.topology import Topology
@@ -66,15 +66,9 @@ def commands(way: Way, args: argparse.Namespace) -> list[str]:
 
 def _way(way: Way) -> dict[str, Any]:
     return {
-        "name": way.name,
-        "model": way.model,
-        "micro_batches": way.micro_batches,
+        **attributes(way, "name", "model", "micro_batches"),
         "predicted_ns": way.time_ns,
-        "fits": way.fits,
-        "lacking_bytes": way.lacking_bytes,
-        "device": way.device,
-        "peak_bytes": way.peak_bytes,
-        "available_bytes": way.available_bytes,
+        **attributes(way, "fits", "lacking_bytes", "device", "peak_bytes", "available_bytes"),
         "peak_memory_bytes": dict(way.by_kind),
         "budgeted": None if way.budgeted is None else budgeted(way.base, way.budgeted),
     }

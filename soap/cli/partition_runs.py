@@ -12,11 +12,9 @@ from typing import Any
 from tqdm import tqdm
 
 from soap import api
-from soap.cli.training import Job, batches_of, make_trainer
-from soap.cluster.kinds import run_kind
+from soap.cli.training import Job, batches_of, in_world, make_trainer
 from soap.errors import SoapWarning
 from soap.runner.tuning import Observer, Range, first_batches, sample_runs
-from soap.runtime.comm.world import close_world, open_world
 from soap.runtime.trainer import Trainer
 from soap.search.partition_tuning import MOST_SAMPLES, Sample, Tuning
 from soap.strategy.config import Strategy
@@ -37,8 +35,7 @@ class Trial:
 def measure(trial: Trial) -> Tuning:
     """The short runs, one after the other, each from the model's own parameters and with the same batches."""
     job = trial.job
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SoapWarning)  # the command has shown the warnings, once for all ranks
+    with warnings.catch_warnings(action="ignore", category=SoapWarning):  # the command has shown the warnings, once for all ranks
         model = api.load(job.model, **job.reading)
     batches = first_batches(batches_of(job, model), trial.batches)
     strategy, order = job.strategies[job.main]
@@ -46,16 +43,10 @@ def measure(trial: Trial) -> Tuning:
     def trainer_for(chosen: Strategy) -> Trainer:
         return make_trainer(replace(job, strategies={job.main: (chosen, order)}), model, job.main)
 
-    kind = job.device_kind or run_kind(job.topology)
-    world = open_world(job.topology.device_count, kind, job.backend)  # once for all trainers
-    hidden = True if world.rank else None  # None: shown if standard error is a terminal
-    whole = MOST_SAMPLES * job.steps
-    try:
-        with tqdm(total=whole, initial=len(trial.known) * job.steps, unit="step", disable=hidden, leave=False) as bar:
-            observer = _Told(bar, trial.known, trial.notes if world.rank == 0 else None).observer
-            return sample_runs(strategy, trial.wanted, trainer_for, batches, job.steps, trial.known, observer)
-    finally:
-        close_world(world)
+    whole, done = MOST_SAMPLES * job.steps, len(trial.known) * job.steps
+    with in_world(job) as world, tqdm(total=whole, initial=done, unit="step", disable=True if world.rank else None, leave=False) as bar:
+        observer = _Told(bar, trial.known, trial.notes if world.rank == 0 else None).observer
+        return sample_runs(strategy, trial.wanted, trainer_for, batches, job.steps, trial.known, observer)
 
 
 class _Told:

@@ -11,7 +11,7 @@ from typing import Any
 from soap.api import SearchOutcome, costs_record, memory_range, predicted_range
 from soap.api.baselines import baselines, usual_strategies
 from soap.cli import certainty, compressing, figures, recomputing, rows, warm_up
-from soap.cli.plain_text import aligned, devices, listed, milliseconds, speed_up, split, sync_document, sync_text
+from soap.cli.plain_text import and_more, devices, left_last, listed, milliseconds, speed_up, split, sync_document, sync_text
 from soap.cluster.topology import Topology
 from soap.model import sparse_shares
 from soap.model.batch import samples_of
@@ -119,6 +119,12 @@ def optimality(outcome: SearchOutcome) -> str:
     return "\n".join(lines)
 
 
+def recorded(simulation: Simulation | FoldedSimulation) -> dict[str, Any]:
+    """What a strategy file records of a prediction."""
+    memory = [use.total for use in simulation.memory]
+    return {"predicted_ns": simulation.makespan_ns, "memory_bytes": memory, "bytes_moved": simulation.bytes_moved}
+
+
 def shared_cores(topology: Topology) -> int | None:
     """The number of this machine's cores if more processes than cores share them; None otherwise."""
     cores = sum(host.cpu_cores for host in topology.hosts)
@@ -197,10 +203,8 @@ def _times(report: Mapping[str, Any], name: str) -> str:
         lacking = cost["overflow_bytes"]
         lacks = f" (does not fit: {format_bytes(lacking)} missing)" if lacking else ""
         rows.append((baseline, milliseconds(cost["predicted_ns"]), speed_up(cost["predicted_ns"], predicted_ns) + lacks))
-    numbers = aligned(row[:2] for row in rows).splitlines()
-    lines = [f"{line}  {row[2]}".rstrip() for line, row in zip(numbers, rows, strict=True)]
     asked = f"  not simulated, as each takes seconds or more: {', '.join(left_out)} (soap-simulate --builtin NAME; what fits: --fits)"
-    return "\n".join([*lines, *([asked] if left_out else []), f"  {name}: {certainty.text(report['range'])}"])
+    return "\n".join([left_last(rows), *([asked] if left_out else []), f"  {name}: {certainty.text(report['range'])}"])
 
 
 def _resources(report: Mapping[str, Any]) -> str:
@@ -263,6 +267,6 @@ def _unlike(differences: Sequence[Mapping[str, Any]], operators: int) -> str:
         (names[0] + (f" and {len(names) - 1} more {kind}" if len(names) > 1 else ""), now, f"instead of {usual}")
         for (kind, now, usual), names in list(alike.items())[:MOST_OPERATORS]
     ]
-    more = len(differences) - sum(len(names) for names in list(alike.values())[:MOST_OPERATORS])
+    shown = sum(len(names) for names in list(alike.values())[:MOST_OPERATORS])
     head = f"{len(differences)} of {operators} operators are configured unlike data parallelism:"
-    return "\n".join([head, listed(rows), *([f"  and {more} more; the strategy file has all"] if more else [])])
+    return "\n".join([head, listed(rows), *and_more(len(differences), shown, "the strategy file has all")])

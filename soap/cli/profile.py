@@ -17,7 +17,7 @@ from soap.cli import links, plan_summary, what_decides
 from soap.cli.command import Parser, UsageError, note, run_command
 from soap.cli.inputs import check_inputs
 from soap.cli.options import add_cluster, add_json, add_model, lossy_method, positive_number, reading, reading_options
-from soap.cli.plain_text import aligned, milliseconds
+from soap.cli.plain_text import aligned, and_more, left_last, milliseconds
 from soap.cli.stopping import Stopping, add_time_limit
 from soap.cli.wanted import Wanted, wanted
 from soap.cluster.kinds import types_of
@@ -300,17 +300,16 @@ def text(found: Mapping[str, Any]) -> str:
     predicted = [("predicted", "time", "compute time")]
     for name, one in found["strategies"].items():
         predicted.append((name, milliseconds(one["predicted_ns"]), shares_text(one["shares"], one["corrected"])))
-    sections = [head, aligned(rows), _left_last(predicted)]
+    sections = [head, aligned(rows), left_last(predicted)]
     for device, own in found["corrections"].items():
         factors = [("of", "factor", "tasks", "from")]
         factors += [(one_line(one["of"], 60), f"{one['factor']:.3f}", str(one["tasks"]), _origin(one)) for one in own]
-        sections.append(f"{device}, {CORRECTED}:\n{_left_last(factors)}")
+        sections.append(f"{device}, {CORRECTED}:\n{left_last(factors)}")
     if found["missing"]:
         dear = sorted(found["missing"], key=lambda one: -one["estimated_ns"])[:MOST_MISSING]
         lines = [(f"{one['operator']} ({one['kind']})", milliseconds(one["estimated_ns"]), one["source"]) for one in dear]
-        more = len(found["missing"]) - len(dear)
-        rest = f"\n  and {more} more; --json has all" if more else ""
-        sections.append(f"not measured, the most expensive first:\n{_left_last(lines)}{rest}")
+        more = and_more(len(found["missing"]), len(dear))
+        sections.append("\n".join(["not measured, the most expensive first:", left_last(lines), *more]))
     if found["foreign"]:
         elsewhere = [f"  {count} on {place}" for place, count in found["foreign"].items()]
         sections.append("measured elsewhere, and not used here:\n" + "\n".join(elsewhere))
@@ -320,12 +319,6 @@ def text(found: Mapping[str, Any]) -> str:
 def _origin(one: Mapping[str, Any]) -> str:
     """The run of which a correction is: model, strategy, time."""
     return one_line(f"{one['model']}, strategy {one['strategy_hash']}, {one['calibrated_at']}")
-
-
-def _left_last(rows: Sequence[Sequence[str]]) -> str:
-    """Align columns of which the last is words."""
-    numbers = aligned(row[:-1] for row in rows).splitlines()
-    return "\n".join(f"{line}  {row[-1]}".rstrip() for line, row in zip(numbers, rows, strict=True))
 
 
 VERBS: dict[str, tuple[Callable[[], Parser], Callable[[argparse.Namespace], int]]] = {

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from math import isinf
 from typing import Any
 
-from soap.cli.plain_text import milliseconds
+from soap.cli.plain_text import attributes, milliseconds
 from soap.search.to_fit import Budgeted
 from soap.simulator.folded import FoldedSimulation
 from soap.simulator.simulate import Simulation, Simulator
@@ -73,15 +73,8 @@ def _text(found: Mapping[str, Any], predicted_ns: int, do: str) -> str:
 def budgeted(name: str, start: Budgeted) -> dict[str, Any]:
     """Plain JSON values of a start that recomputes as little as fits. ``gap``: by what share ``added_ns`` may exceed the least time of any
     choice of runs, if each saves and costs the same whatever others do (``Budgeted``); None if nothing is known of that."""
-    return {
-        "start": name,
-        "runs": start.runs,
-        "selective": start.selective,
-        "of_runs": start.of_runs,
-        "added_ns": start.added_ns,
-        "least_ns": start.least_ns,
-        "gap": None if isinf(start.gap) else start.gap,
-    }
+    own = attributes(start, "runs", "selective", "of_runs", "added_ns", "least_ns")
+    return {"start": name, **own, "gap": None if isinf(start.gap) else start.gap}
 
 
 def budgeted_text(found: Mapping[str, Any]) -> str:

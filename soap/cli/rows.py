@@ -10,7 +10,7 @@ from typing import Any
 from soap import api
 from soap.api.preprocessed import measure_rows_of
 from soap.cli.options import reading
-from soap.cli.plain_text import aligned
+from soap.cli.plain_text import aligned, and_more
 from soap.cli.preprocessed import folder_of, sized
 from soap.cluster.topology import Topology
 from soap.model import sparse_shares
@@ -47,5 +47,4 @@ def text(sparse: Mapping[str, Mapping[str, Any]]) -> str:
     for name, own in list(sparse.items())[:MOST_ROWS]:
         whole, *parts = map(str, own["touched"])
         rows.append((name, str(own["rows"]), str(own["lookups"]), whole, ", ".join(parts[:3]), f"{own['alpha']:.3g}", own["source"]))
-    more = [f"and {len(sparse) - MOST_ROWS} more; --json has all"] if len(sparse) > MOST_ROWS else []
-    return "\n".join([LEGEND, "", aligned(rows, indent=""), *more])
+    return "\n".join([LEGEND, "", aligned(rows, indent=""), *(line.lstrip() for line in and_more(len(sparse), MOST_ROWS))])

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from soap import api
-from soap.cli import plan_summary, rows, stale_plan, two_plans, worker_plan
+from soap.cli import plan_summary, rows, stale_plan, two_plans
 from soap.cli.command import Parser, UsageError, note
 from soap.cli.figures import rate
 from soap.cli.options import cluster_of, reading
@@ -75,8 +75,8 @@ def _search_workers(args: argparse.Namespace) -> int:
     model = api.load(args.model, plan_only=True, **reading(args, topology))
     found = api.find_workers(model, topology, args.consistency, args.workers, costs=args.costs)
     found.save(args.output)
-    told = worker_plan.describe(found)
-    print(plan_summary.dump({**told, "strategy": args.output}) if args.json else f"{worker_plan.text(told)}\n\nwrote {args.output}")
+    told = stale_plan.describe_workers(found)
+    print(plan_summary.dump({**told, "strategy": args.output}) if args.json else f"{stale_plan.workers_text(told)}\n\nwrote {args.output}")
     return 0
 
 

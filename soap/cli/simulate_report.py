@@ -10,8 +10,8 @@ from typing import Any
 from soap import api
 from soap.api import save_strategy
 from soap.api.large import LargePrediction
-from soap.cli.command import Parser, UsageError
-from soap.cli.plain_text import aligned, listed, milliseconds
+from soap.cli.command import Parser, UsageError, refuse_given
+from soap.cli.plain_text import aligned, and_more, attributes, listed, milliseconds
 from soap.cluster.fewer import part_of
 from soap.cluster.topology import Topology
 from soap.errors import StrategyError
@@ -48,7 +48,7 @@ def iteration_document(simulation: Simulation | FoldedSimulation) -> dict[str, A
 def iteration_text(iteration: Mapping[str, Any]) -> str:
     """The document as tables."""
     whole_ns = max(1, iteration["iteration_ns"])
-    path = [(kind, *_time(ns, whole_ns)) for kind, ns in _largest_first(iteration["critical_path_ns"])]
+    path = [(kind, *_time(ns, whole_ns)) for kind, ns in sorted(iteration["critical_path_ns"].items(), key=lambda own: -own[1])]
     devices = [(d["name"], *_time(d["busy_ns"], whole_ns), format_bytes(d["peak_bytes"])) for d in iteration["devices"]]
     used = sorted((link for link in iteration["links"] if link["bytes"]), key=lambda link: (-link["bytes"], link["name"]))
     links = [(link["name"], *_time(link["busy_ns"], whole_ns), format_bytes(link["bytes"])) for link in used]
@@ -64,26 +64,19 @@ def _time(duration_ns: int, whole_ns: int) -> tuple[str, str]:
     return milliseconds(duration_ns), f"{duration_ns / whole_ns:.0%}"
 
 
-def _largest_first(durations: Mapping[str, int]) -> list[tuple[str, int]]:
-    return sorted(durations.items(), key=lambda entry: -entry[1])
-
-
 def _table(head: Sequence[str], everything: Sequence[Sequence[str]]) -> str:
     """Rows that differ in their first cell alone are one."""
     alike: dict[tuple[str, ...], list[str]] = {}
     for name, *cells in everything:
         alike.setdefault(tuple(cells), []).append(name)
     rows = [(names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else ""), *cells) for cells, names in alike.items()]
-    more = len(rows) - MOST_ROWS
-    lines = aligned([head, *rows[:MOST_ROWS]])
-    return lines + (f"\n  and {more} further rows; --json has all" if more > 0 else "")
+    return "\n".join([aligned([head, *rows[:MOST_ROWS]]), *and_more(len(rows), MOST_ROWS, what="further rows")])
 
 
 def large_report(args: argparse.Namespace, simulator: Simulator, strategy: Strategy, found: LargePrediction, name: str) -> dict[str, Any]:
     """What is told, as plain JSON values. Writes the strategy if that is asked for. UsageError in one line for options about tasks."""
-    for option in ("timeline", "explain", "sensitivity", "beside"):
-        if getattr(args, option):
-            raise UsageError(f"--{option} of a plan of {found.tiles} tiles; expected one of fewer micro-batches or devices: leave it out")
+    said = f"of a plan of {found.tiles} tiles; expected one of fewer micro-batches or devices: leave it out"
+    refuse_given(args, ("timeline", "explain", "sensitivity", "beside"), said)
     if args.output:
         record = {"predicted_ns": found.makespan_ns, "peak_bytes": found.peak_bytes}
         save_strategy(args.output, strategy, simulator.graph, simulator.topology, record)
@@ -121,13 +114,7 @@ def layers_document(placed: LayerPlacement, graph: OperatorGraph, topology: Topo
             "front_ns": cut.front_ns,
             "tail_ns": cut.tail_ns,
         }
-    return {
-        "friendly": placed.friendly,
-        "gain": placed.gain,
-        "least_gain": placed.least_gain,
-        "plain_servers_ns": placed.plain_ns,
-        "best": best,
-    }
+    return {**attributes(placed, "friendly", "gain", "least_gain"), "plain_servers_ns": placed.plain_ns, "best": best}
 
 
 def layers_text(found: Mapping[str, Any]) -> str:

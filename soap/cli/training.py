@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,7 +25,7 @@ from soap.errors import RuntimeFailure, SoapWarning
 from soap.measure.iteration import WARM_UP_STEPS, StepTimes, measure_steps, peak_memory
 from soap.plan.running.forward_order import ExecutionOrder
 from soap.runtime.check import CheckResult, check
-from soap.runtime.comm.world import close_world, open_world
+from soap.runtime.comm.world import World, close_world, open_world
 from soap.runtime.system import clock
 from soap.runtime.trainer import Trainer
 from soap.runtime.training_options import TrainingOptions
@@ -112,14 +113,11 @@ class Outcome:
 
 def train(job: Job) -> Outcome:
     """Train by each strategy in turn, each from the model's own parameters."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SoapWarning)  # the command has shown the warnings, once for all ranks
+    with warnings.catch_warnings(action="ignore", category=SoapWarning):  # the command has shown the warnings, once for all ranks
         model = weights.load(job)
     batches = batches_of(job, model)
     evaluating.require_possible(job, model)
-    kind = job.device_kind or run_kind(job.topology)
-    world = open_world(job.topology.device_count, kind, job.backend)  # once for all trainers
-    try:
+    with in_world(job) as world:
         optimizer = job.updating.recipe().optimizer
         found = _check(job, model, batches, optimizer) if job.checked else None
         saver = Saver(job.checkpoints, job.steps)
@@ -128,6 +126,14 @@ def train(job: Job) -> Outcome:
         traced = _trace(job, model, batches) if job.traced else ()
         held = _weigh(job, model, batches, world.device) if job.weighed else None
         return Outcome(world.backend, measured, found, traced, saver.saved, held, *results[job.main][1:])
+
+
+@contextmanager
+def in_world(job: Job) -> Iterator[World]:
+    """Within the context this process is one of the job's ranks, whatever trainers are made."""
+    world = open_world(job.topology.device_count, job.device_kind or run_kind(job.topology), job.backend)
+    try:
+        yield world
     finally:
         close_world(world)
 
@@ -163,7 +169,7 @@ def _measure(
     with tqdm(total=job.steps, desc=name, unit="step", disable=hidden, leave=False) as bar:
 
         def after(step: int, loss: float) -> None:
-            _show(bar, loss)
+            show(bar, f"loss {loss:.4g}")
             if saver is not None and job.journal is not None and trainer.rank == 0:
                 journal.note_step(job.journal, step, loss)  # before a checkpoint says that the step is done
             if saver is not None:
@@ -244,6 +250,7 @@ def make_trainer(job: Job, model: TracedModel, name: str) -> Trainer:
     return trainer
 
 
-def _show(bar: tqdm[Any], loss: float) -> None:
-    bar.set_postfix_str(f"loss {loss:.4g}", refresh=False)
+def show(bar: tqdm[Any], text: str) -> None:
+    """One more step, and a few words."""
+    bar.set_postfix_str(text, refresh=False)
     bar.update()

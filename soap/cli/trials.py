@@ -20,12 +20,10 @@ from tqdm import tqdm
 
 from soap import api
 from soap.cli.plain_text import milliseconds
-from soap.cli.training import Job, batches_of, make_trainer
-from soap.cluster.kinds import run_kind
+from soap.cli.training import Job, batches_of, in_world, make_trainer, show
 from soap.errors import SoapWarning
 from soap.measure.iteration import measure_steps
 from soap.runner.tuning import first_batches
-from soap.runtime.comm.world import close_world, open_world
 from soap.runtime.trainer import Trainer
 
 BATCHES = 4
@@ -80,11 +78,9 @@ def run_trial(trial: Trial) -> Times:
     """Run the whole trial on the ranks; an entry for ``launch``."""
     began = time.monotonic()
     job = trial.job
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SoapWarning)  # the command has shown the warnings, once for all ranks
+    with warnings.catch_warnings(action="ignore", category=SoapWarning):  # the command has shown the warnings, once for all ranks
         model = api.load(job.model, dtype=job.dtype, **job.reading)
     batches = first_batches(batches_of(job, model), BATCHES)
-    world = open_world(job.topology.device_count, job.device_kind or run_kind(job.topology), job.backend)
     trainers: dict[str, Trainer] = {}
     steps: dict[str, int] = {}
 
@@ -101,18 +97,15 @@ def run_trial(trial: Trial) -> Times:
             trainers.pop(name).comm.close()
             gc.collect()
 
-    try:
-        with _bar(world.rank) as bar:
-            asked = next(iter(job.strategies))
+    with in_world(job) as world, _bar(world.rank) as bar:
+        asked = next(iter(job.strategies))
 
-            def late(share: float) -> bool:
-                """Whether this share of the time is over, as rank 0 sees it."""
-                over = time.monotonic() - began > share * trial.seconds
-                return bool(trainers[asked].comm.gather(over)[0])
+        def late(share: float) -> bool:
+            """Whether this share of the time is over, as rank 0 sees it."""
+            over = time.monotonic() - began > share * trial.seconds
+            return bool(trainers[asked].comm.gather(over)[0])
 
-            return take_turns(list(job.strategies), OnRanks(), late, trial.to_beat, lambda text: _show(bar, text))
-    finally:
-        close_world(world)
+        return take_turns(list(job.strategies), OnRanks(), late, trial.to_beat, lambda text: show(bar, text))
 
 
 def take_turns(
@@ -165,8 +158,3 @@ def _standing(times: Mapping[str, Sequence[int]], usual: str | None) -> str:
 def _bar(rank: int) -> tqdm[Any]:
     """A progress bar on rank 0, shown if standard error is a terminal."""
     return tqdm(total=ROUNDS + DUELS, desc="verifying", unit="round", disable=True if rank else None, leave=False)
-
-
-def _show(bar: tqdm[Any], text: str) -> None:
-    bar.set_postfix_str(text, refresh=False)
-    bar.update()

@@ -20,7 +20,7 @@ from soap.cli.command import Parser, UsageError, entry_point, note, one_line
 from soap.cli.inputs import check_inputs
 from soap.cli.options import add_cluster, add_costs, add_json, add_model, not_negative, positive
 from soap.cli.plain_text import aligned, listed, milliseconds
-from soap.cli.plan_summary import crowded, shared_cores
+from soap.cli.plan_summary import crowded, recorded, shared_cores
 from soap.cli.preprocessed import simulator_of
 from soap.cli.run import STRATEGY, add_training, on_ranks, prepare
 from soap.cli.run import make_parser as run_parser
@@ -119,9 +119,7 @@ def _tune(args: argparse.Namespace, stopping: Stopping) -> None:
     given = predicted[STRATEGY]
     graph, topology = given.plan.graph, job.topology
     wanted = tuned_range(strategy, graph, topology)
-    scale = emulation.asked_scale(args)
-    hosts = emulation.limits(topology, scale, job.device_kind) if args.emulate else ()
-    chosen = strategy
+    hosts, chosen = emulation.asked_hosts(args, topology, job.device_kind), strategy
     tunings: list[tuple[Range, Tuning]] = []
     for own in grouped(wanted, args.group):
         try:
@@ -164,8 +162,7 @@ def _report(
 
     strategy, _ = job.strategies[STRATEGY]
     graph, topology = given.plan.graph, job.topology
-    scale = emulation.asked_scale(args)
-    hosts = emulation.limits(topology, scale, job.device_kind) if args.emulate else ()
+    scale, hosts = emulation.asked_scale(args), emulation.asked_hosts(args, topology, job.device_kind)
     simulator = simulator_of(job, given, args.costs)
     documents, held = [], strategy
     for own, tuning in tunings:
@@ -179,7 +176,7 @@ def _report(
     only = {key: value for key, value in documents[0].items() if key != "parameters"} if len(documents) == 1 else {"groups": documents}
     found = {**only, "iterations": job.steps, "batches": args.batches, "before": before}
     tuned = simulator.run(held)
-    api.save_strategy(args.output, held, graph, topology, {**record, **_predicted(tuned), "costs": costs, "tuning": found})
+    api.save_strategy(args.output, held, graph, topology, {**record, **recorded(tuned), "costs": costs, "tuning": found})
     if args.report:
         reporting.write_tuning(args.report, args.output, simulator, held, tuned, found)
     report = {
@@ -240,12 +237,6 @@ def sample(trial: Trial, hosts: Sequence[HostLimits] = (), stopping: Stopping | 
                 known = (*known, Sample(broke, None))
         if next_partitions(known, trial.wanted.servers, trial.wanted.most) is None:
             return choose(known)
-
-
-def _predicted(simulation: Simulation) -> dict[str, Any]:
-    """What a strategy file records of its prediction."""
-    memory = [use.total for use in simulation.memory]
-    return {"predicted_ns": simulation.makespan_ns, "memory_bytes": memory, "bytes_moved": simulation.bytes_moved}
 
 
 def document(tuning: Tuning, predicted_ns: Mapping[int, int]) -> dict[str, Any]:

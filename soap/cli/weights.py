@@ -56,8 +56,7 @@ def fill(job: Job, trainer: Trainer) -> None:
 
     weights = None
     if job.weights is not None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", SoapWarning)  # the command has shown them, once for all ranks
+        with warnings.catch_warnings(action="ignore", category=SoapWarning):  # the command has shown them, once for all ranks
             weights = open_weights(job.weights, trainer.model)
     if weights is not None and not weights.is_mapped:
         state, cut = OneByOne(trainer.model, weights), {shard.parameter for shard in trainer.plan.shards}

@@ -117,15 +117,13 @@ def export_model(
     told, unsure = which_loss(exported)
     for said in filter(None, (unsure, evaluation(model))):
         warnings.warn(said, SoapWarning, stacklevel=3)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # rules that are missing are reported when the file is planned
+    with warnings.catch_warnings(action="ignore"):  # rules that are missing are reported when the file is planned
         traced_model = import_program(exported, name=type(model).__name__, plan_only=judge is None)
     record = ExportRecord(False, unjudged) if judge is None else judge(exported, traced_model)
     record = replace(record, imports=tuple(imports), tied=tied_without_values(exported.state_dict))
     del traced_model
     buffer = io.BytesIO()
-    with warnings.catch_warnings(), quiet_torch():
-        warnings.simplefilter("ignore")  # torch wonders about tensors without values
+    with warnings.catch_warnings(action="ignore"), quiet_torch():  # torch wonders about tensors without values
         torch.export.save(exported, buffer, extra_files={NAME: dumps(record)})
     write_bytes_atomically(path, buffer.getvalue())
     return told
