@@ -150,7 +150,7 @@ def test_a_deeply_nested_record_is_none() -> None:
 
 OWN = {
     "profiles/efficiency.py", "profiles/shipped.py", "profiles/spreads.py", "cluster/interconnects.py", "cluster/presets.py",
-    "profiles/store.py", "elastic/snapshots.py", "cli/partition_runs.py", "runtime/comm/failures.py",  # of this user's own runs
+    "profiles/store.py", "elastic/snapshots.py", "cli/trials.py", "runtime/comm/failures.py",  # of this user's own runs
     "elastic/session.py", "measure/neighbours.py", "measure/link_probe.py", "emulation/network.py",  # of processes that were started
     "tracing/archive.py", "strategy/json_text.py", "api/kept_graphs.py",  # caught by their callers: load.read_pt2; here below
 }  # fmt: skip

@@ -12,8 +12,8 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from soap import zoo
+from soap.cli.inputs import folder_of
 from soap.cli.named_calls import imported
-from soap.cli.preprocessed import folder_of
 from soap.errors import SoapError
 from soap.model.regions import Interval
 from soap.plan.samples import Samples, joined

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
-from soap.cli import rows
+from soap.cli import inputs
 from soap.cli.plain_text import aligned, and_more, attributes, devices, layers, listed, milliseconds, split, sync_document, sync_text
 from soap.cluster.topology import Topology
 from soap.model import sparse_shares
@@ -73,7 +73,7 @@ def synchronization_text(lines: Sequence[Mapping[str, Any]], predicted_ns: int) 
     rows = [("parameter", "synchronization", "if it were all-reduced")]
     for line in lines[:MOST_ROWS]:
         cost = _otherwise(line["all_reduced_ns"], line["all_reduced_overflow_bytes"], predicted_ns)
-        rows.append((line["parameter"], sync_text(line), cost))
+        inputs.append((line["parameter"], sync_text(line), cost))
     return _table("why parameters are synchronized as they are", rows, len(lines))
 
 
@@ -96,7 +96,7 @@ def unkept_text(lines: Sequence[Mapping[str, Any]], predicted_ns: int) -> str:
     for line in lines[:MOST_ROWS]:
         said = ", ".join(f"{count} {way}" for way, count in Counter(line["operators"].values()).most_common())
         kept = _otherwise(line["kept_ns"], line["kept_overflow_bytes"], predicted_ns)
-        rows.append((_runs([*line["operators"]], line["runs"]), said, kept))
+        inputs.append((_runs([*line["operators"]], line["runs"]), said, kept))
     return _table("why operators are recomputed or offloaded", rows, len(lines))
 
 
@@ -243,7 +243,7 @@ def graph_text(report: Mapping[str, Any]) -> str:
         + (f"{whole} without a rule, kept whole" if whole else "every operator has a rule")
     )
     table = f"{head}\n{FACTORS_LEGEND}\n\n{listed(_rows(operators), indent='')}"
-    return f"{table}\n\n{rows.text(report['sparse'])}" if report["sparse"] else table
+    return f"{table}\n\n{inputs.rows_text(report['sparse'])}" if report["sparse"] else table
 
 
 def _rows(operators: Sequence[Mapping[str, Any]]) -> list[list[str]]:

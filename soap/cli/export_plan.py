@@ -9,7 +9,7 @@ from typing import Any
 
 from soap import api, outputs
 from soap.api.exported_plans import Candidate, ExportedPlan, export_plan
-from soap.cli import plan_summary, rows
+from soap.cli import inputs, plan_summary
 from soap.cli.command import Parser, entry_point
 from soap.cli.diff import listings
 from soap.cli.inputs import add_asked, check_inputs, read_file
@@ -43,7 +43,7 @@ def execute(args: argparse.Namespace) -> int:
     """Find the configuration, write it, report."""
     check_inputs(args)
     topology = cluster_of(args, args.cluster)
-    graph = rows.load_graph(args, topology)
+    graph = inputs.load_graph(args, topology)
     strategy, graph = read_file(args, graph, topology)
     if strategy is None:
         strategy = api.simulated_name(args.builtin, api.simulator_for(graph, topology, costs=args.costs))

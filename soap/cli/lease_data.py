@@ -12,7 +12,7 @@ import torch
 from soap import api
 from soap.cli.batches import Batches, ConvertedBatches, DrawnBatches, batch_size, user_batches
 from soap.cli.command import UsageError
-from soap.cli.preprocessed import folder_of
+from soap.cli.inputs import folder_of
 from soap.data import Preprocessed
 from soap.elastic.worker import OfDataset
 from soap.model.batch import sample_dims

@@ -10,7 +10,7 @@ from typing import Any
 
 from soap.api import SearchOutcome, costs_record, memory_range, predicted_range
 from soap.api.baselines import baselines, usual_strategies
-from soap.cli import certainty, compressing, figures, recomputing, rows, warm_up
+from soap.cli import certainty, compressing, figures, inputs, recomputing
 from soap.cli.plain_text import and_more, devices, left_last, listed, milliseconds, speed_up, split, sync_document, sync_text
 from soap.cluster.topology import Topology
 from soap.model import sparse_shares
@@ -89,11 +89,11 @@ def text(report: Mapping[str, Any], name: str, why: str = "") -> str:
         _resources(report),
         *([alike] if alike else []),
         *([] if alike and report["same_as"] == SINGLE else [_unlike(report["unlike_data_parallel"], model["operators"])]),
-        *([rows.text(report["sparse"])] if report["sparse"] else []),
+        *([inputs.rows_text(report["sparse"])] if report["sparse"] else []),
         *([_synchronized(report["synchronized"])] if report["synchronized"] else []),
         *([f"the whole strategy: {'; '.join(texts(whole, STRATEGY_FIELDS))}"] if (whole := report.get("whole_strategy")) else []),
         *([compressing.text(report["compressed"])] if "compressed" in report else []),
-        *([f"warm-up: {warm_up.text(report['warm_up'], report['predicted_ns'])}"] if report.get("warm_up") else []),
+        *([f"warm-up: {compressing.warm_up_text(report['warm_up'], report['predicted_ns'])}"] if report.get("warm_up") else []),
         *recomputing.texts(report),
     ]
     return "\n\n".join(sections)
@@ -202,7 +202,7 @@ def _times(report: Mapping[str, Any], name: str) -> str:
             continue
         lacking = cost["overflow_bytes"]
         lacks = f" (does not fit: {format_bytes(lacking)} missing)" if lacking else ""
-        rows.append((baseline, milliseconds(cost["predicted_ns"]), speed_up(cost["predicted_ns"], predicted_ns) + lacks))
+        inputs.append((baseline, milliseconds(cost["predicted_ns"]), speed_up(cost["predicted_ns"], predicted_ns) + lacks))
     asked = f"  not simulated, as each takes seconds or more: {', '.join(left_out)} (soap-simulate --builtin NAME; what fits: --fits)"
     return "\n".join([left_last(rows), *([asked] if left_out else []), f"  {name}: {certainty.text(report['range'])}"])
 

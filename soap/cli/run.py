@@ -13,10 +13,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from soap import api
-from soap.cli import compressing, emulation, evaluating, figures, reporting, restarting, stale_run, step_log, warm_up, weights
+from soap.cli import compressing, emulation, evaluating, figures, reporting, restarting, stale_run, step_log, weights
 from soap.cli.checkpoints import add_checkpoints, check_optimizer, chosen, going_on
 from soap.cli.command import Parser, UsageError, entry_point, note
-from soap.cli.inputs import check_inputs
+from soap.cli.inputs import add_data, as_read, check_inputs, folder_of, simulated, sized
 from soap.cli.options import (
     add_backend,
     add_cluster,
@@ -31,7 +31,6 @@ from soap.cli.options import (
 )
 from soap.cli.plain_text import aligned, listed, milliseconds, speed_up
 from soap.cli.plan_summary import crowded, resting, shared_cores
-from soap.cli.preprocessed import add_data, as_read, folder_of, simulated, sized
 from soap.cli.timelines import measured_text, not_as_priced
 from soap.cli.updating import Updating, add_updating, require_trainable
 from soap.cluster.kinds import run_kind
@@ -207,7 +206,7 @@ def prepare(args: argparse.Namespace, topology: Topology | None = None) -> tuple
         evaluated=evaluating.chosen(args),
         log=getattr(args, "log", None),
     )
-    phases = warm_up.document(simulator, strategies[STRATEGY], args.warm_up, args.accumulate)
+    phases = compressing.warm_up_document(simulator, strategies[STRATEGY], args.warm_up, args.accumulate)
     return job, predicted, {**api.costs_record(simulator, predicted[STRATEGY].tasks), **({"warm_up": phases} if phases else {})}
 
 
@@ -340,7 +339,7 @@ def text(report: Mapping[str, Any]) -> str:
         facts.insert(1, ("links", report["costs"]["links"]))
     facts.append(("throughput", _throughput(own["throughput"], report["emulation"])))
     if report["warm_up"]:
-        facts.append(("predicted warm-up", warm_up.text(report["warm_up"], own["predicted_ns"])))
+        facts.append(("predicted warm-up", compressing.warm_up_text(report["warm_up"], own["predicted_ns"])))
     facts += [(what, report[what]) for what in ("checkpoint", "weights") if report[what]]
     facts += [*loss_scaling_facts(report), *evaluating.facts(report), *restarting.facts(report)]
     if report["check"]:

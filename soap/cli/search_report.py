@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from soap import api
-from soap.cli import certainty, compressing, explanation, plan_summary, recomputing, verification, warm_up
+from soap.cli import certainty, compressing, explanation, plan_summary, recomputing, verification
 from soap.cli.first_measuring import Measured
 from soap.cli.plain_text import milliseconds
 from soap.search.deciding import FASTEST, Answer
@@ -29,14 +29,14 @@ def document(
 ) -> dict[str, Any]:
     """Plain JSON values. The keys are part of the command's interface. ``files``: where the fastest and the safe plan were written, if they
     were. ``measured``: what was measured before the search, None if nothing. ``verified_s``: seconds spent on running plans, None if none
-    was to be run. ``warmed``: the warm-up (``warm_up.document``)."""
+    was to be run. ``warmed``: the warm-up (``compressing.warm_up_document``)."""
     recorded = outcome.record["search"]
     found = {
         **plan_summary.document(outcome.simulator, outcome.strategy, outcome.simulation),
         "search": {key: recorded[key] for key in SEARCHED if key in recorded},
         "bound_ns": None if outcome.bound is None else outcome.bound.bound_ns,
     }
-    if phases := warm_up.document(outcome.simulator, outcome.strategy, warmed):
+    if phases := compressing.warm_up_document(outcome.simulator, outcome.strategy, warmed):
         found["warm_up"] = phases
     if outcome.result.saving_bytes:
         found["saving_memory"] = _saving(outcome)

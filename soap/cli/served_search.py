@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from soap import api
-from soap.cli import plan_summary, rows, stale_plan, two_plans
+from soap.cli import inputs, plan_summary, stale_plan, two_plans
 from soap.cli.command import Parser, UsageError, note
 from soap.cli.figures import rate
 from soap.cli.options import cluster_of, reading
@@ -43,7 +43,7 @@ def search(prog: str, args: argparse.Namespace, stopping: Stopping) -> int:
     if args.workers is not None:
         return _search_workers(args)
     topology = cluster_of(args, args.cluster[0])
-    graph = rows.load_graph(args, topology)
+    graph = inputs.load_graph(args, topology)
     options = search_options(args, Updating(tuple(args.optimizer or ("adam",))), graph)
     found = api.find_servers(
         graph,

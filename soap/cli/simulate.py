@@ -10,7 +10,7 @@ from pathlib import Path
 from soap import api, outputs
 from soap.api.fitting import MOST_WAYS
 from soap.api.large import large_prediction
-from soap.cli import explanation, fits, plan_summary, rows, simulate_report, stale_plan
+from soap.cli import explanation, inputs, plan_summary, simulate_report, stale_plan
 from soap.cli.command import Parser, UsageError, entry_point, refuse_given
 from soap.cli.inputs import add_asked, check_inputs, read_file
 from soap.cli.options import add_explain, add_outputs, cluster_of, reading, share
@@ -72,7 +72,7 @@ def execute(args: argparse.Namespace) -> int:
     _check(args)
     whole = cluster_of(args, args.cluster)
     topology = simulate_report.asked_part(args, whole)
-    graph, training = rows.load_graph(args, topology), for_scaling(PLAIN, args.autocast)
+    graph, training = inputs.load_graph(args, topology), for_scaling(PLAIN, args.autocast)
     if args.fits and not args.strategy:
         return _report_fit(args, _fits(args, graph, topology, args.builtin or BASELINE, training), graph, topology)
     strategy, graph = _read(args, graph, topology)
@@ -144,7 +144,7 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError("no strategy; expected --strategy FILE or --builtin NAME, or --fits to ask what fits")
     if args.output and not args.builtin:
         raise UsageError("--output without --builtin NAME, which is what it writes; expected both")
-    fits.check_alone(args)
+    simulate_report.check_fits(args)
     simulate_report.check_beside(args)
     if args.what_if and args.builtin:
         raise UsageError("--what-if with --builtin; expected --strategy FILE, since a classical strategy is made for the cluster at hand")
@@ -172,9 +172,9 @@ def _fits(
 
 def _report_fit(args: argparse.Namespace, fit: api.Fit, graph: OperatorGraph, topology: Topology) -> int:
     """Print what fits. InfeasibleError in one line if nothing does."""
-    found = fits.document(fit, args, graph, topology)
-    print(plan_summary.dump(found) if args.json else fits.text(found))
-    fits.require_way(found)
+    found = simulate_report.fit_document(fit, args, graph, topology)
+    print(plan_summary.dump(found) if args.json else simulate_report.fit_text(found))
+    simulate_report.require_way(found)
     return 0
 
 

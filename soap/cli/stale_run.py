@@ -18,9 +18,9 @@ from soap import api
 from soap.cli import emulation
 from soap.cli.command import Parser, UsageError, note, refuse_given
 from soap.cli.figures import rate
+from soap.cli.inputs import folder_of, sized
 from soap.cli.options import reading
 from soap.cli.plain_text import listed
-from soap.cli.preprocessed import folder_of, sized
 from soap.cli.stale_plan import describe, head
 from soap.cli.updating import Updating
 from soap.cluster.topology import Topology
@@ -361,7 +361,7 @@ def workers_document(
 
 
 def workers_text(told: Mapping[str, Any]) -> str:
-    """The workers_document in a few lines."""
+    """The document in a few lines."""
     head = (
         f"{told['model']} on {told['cluster']}: {len(told['workers'])} virtual workers ({told['consistency']}), {told['in_flight']} "
         f"minibatches in flight, {told['minibatches']} minibatches each"

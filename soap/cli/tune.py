@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Any
 from soap import api, outputs
 from soap.cli import emulation, reporting
 from soap.cli.command import Parser, UsageError, entry_point, note, one_line
-from soap.cli.inputs import check_inputs
+from soap.cli.inputs import check_inputs, simulator_of
 from soap.cli.options import add_cluster, add_costs, add_json, add_model, not_negative, positive
 from soap.cli.plain_text import aligned, listed, milliseconds
 from soap.cli.plan_summary import crowded, recorded, shared_cores
-from soap.cli.preprocessed import simulator_of
 from soap.cli.run import STRATEGY, add_training, on_ranks, prepare
 from soap.cli.run import make_parser as run_parser
 from soap.cli.stopping import Stopping, add_time_limit
@@ -31,8 +30,8 @@ from soap.search.partition_tuning import BATCHES, ITERATIONS, MOST_SAMPLES, Samp
 from soap.simulator.simulate import Simulation
 
 if TYPE_CHECKING:
-    from soap.cli.partition_runs import Trial
     from soap.cli.training import Job
+    from soap.cli.trials import PartitionTrial
     from soap.emulation.hosts import HostLimits
     from soap.runner.tuning import Range
 
@@ -112,7 +111,7 @@ def _tune(args: argparse.Namespace, stopping: Stopping) -> None:
     emulation.check_possible(args)
     check_inputs(args)
     job, predicted, costs = prepare(_with_others(args))
-    from soap.cli.partition_runs import Trial  # torch is loaded by now
+    from soap.cli.trials import PartitionTrial  # torch is loaded by now
     from soap.runner.tuning import tuned_range, with_partitions
 
     strategy, order = job.strategies[STRATEGY]
@@ -124,7 +123,7 @@ def _tune(args: argparse.Namespace, stopping: Stopping) -> None:
     for own in grouped(wanted, args.group):
         try:
             with args.limit.part(1 - FINISHING_SHARE) as running:
-                tuning = sample(Trial(replace(job, strategies={STRATEGY: (chosen, order)}), own, args.batches), hosts, stopping)
+                tuning = sample(PartitionTrial(replace(job, strategies={STRATEGY: (chosen, order)}), own, args.batches), hosts, stopping)
         except (KeyboardInterrupt, StoppedBySignal) as error:
             if not tunings:
                 raise
@@ -208,11 +207,11 @@ def grouped(wanted: Range, patterns: Sequence[str]) -> list[Range]:
     return found
 
 
-def sample(trial: Trial, hosts: Sequence[HostLimits] = (), stopping: Stopping | None = None) -> Tuning | None:
+def sample(trial: PartitionTrial, hosts: Sequence[HostLimits] = (), stopping: Stopping | None = None) -> Tuning | None:
     """All runs, in one launch of ranks; None under torchrun on all ranks but rank 0. A run for which a server has not enough memory
     ends its launch and counts as failed; another launch goes on after it. What ends them early is noted by ``stopping``, and the best of
     the runs so far is taken, if there is one."""
-    from soap.cli.partition_runs import measure, read_notes
+    from soap.cli.trials import measure, read_notes
 
     known: tuple[Sample, ...] = ()
     while True:

@@ -1,7 +1,7 @@
 """What a batch asks of a sparse layer: for each sample, ids and their values; in other words, a sparse matrix by rows.
 
 Owners compute with their cell of the layer's weights sums of rows forward, and the gradient of these rows backward. Bias, activation and a
-bag's mean belong behind the sum over all cells (``partitions.combine``, ``means``).
+bag's mean belong behind the sum over all cells (``layout.combine``, ``means``).
 """
 
 from __future__ import annotations
