@@ -152,7 +152,7 @@ OWN = {
     "profiles/efficiency.py", "profiles/shipped.py", "profiles/spreads.py", "cluster/interconnects.py", "cluster/presets.py",
     "profiles/store.py", "elastic/snapshots.py", "cli/trials.py", "runtime/comm/failures.py",  # of this user's own runs
     "elastic/session.py", "measure/neighbours.py", "measure/link_probe.py", "emulation/network.py",  # of processes that were started
-    "tracing/archive.py", "strategy/json_text.py", "api/kept_graphs.py",  # caught by their callers: load.read_pt2; here below
+    "tracing/load.py", "strategy/json_text.py", "api/kept_graphs.py",  # caught by their callers: load.read_pt2; here below
 }  # fmt: skip
 """Files that read JSON that was not given by a user."""
 READERS = ("json.loads", "json.load", "yaml.load", "parse_json")
@@ -186,5 +186,5 @@ def _caught(node: ast.Try | ast.With) -> list[str]:
 
 
 def test_whatever_reads_nested_texts_expects_too_deep_ones() -> None:
-    found = [place for place in _unguarded() if not place.startswith("tracing/archive.py")]  # whose caller does
+    found = [place for place in _unguarded() if not place.startswith("tracing/load.py")]  # whose caller does
     assert not found

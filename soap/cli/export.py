@@ -369,7 +369,7 @@ def _made(args: argparse.Namespace) -> tuple[nn.Module, Sequence[Any], Mapping[s
     """What the function returns, with the inputs of ``--input`` where it returns a module alone. ModelError in one line."""
     from torch import nn
 
-    from soap.tracing.tracebacks import user_line
+    from soap.tracing.torch_parts import user_line
 
     function: Callable[[], Any] = imported(args.source, "SOURCE", f"returns {RETURNS}", ModelError)
     try:

@@ -16,7 +16,7 @@ from soap.errors import SoapError, first_line
 def imported(spec: str, option: str, purpose: str, error: type[SoapError] = SoapError) -> Any:
     """What ``package.module:name`` names, which can be called. ``option``: its name in messages. ``purpose``: of the callable, in words.
     Raises ``error`` in one line if there is none, or importing its module fails, whatever the module does."""
-    from soap.tracing.imports import from_here
+    from soap.tracing.operators import from_here
 
     module, _, name = spec.partition(":")
     wanted = f"package.module:callable, which {purpose}"

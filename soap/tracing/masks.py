@@ -21,7 +21,7 @@ from soap.tracing.fold import (
     once,
 )
 from soap.tracing.rules.attention import Band, in_band, scaled_dot_product_attention
-from soap.tracing.rules.registry import is_pointwise
+from soap.tracing.rules.notation import is_pointwise
 
 LONGEST = 2**15
 """Most queries and keys of which all pairs are compared, where more than their distance may matter: some seconds."""

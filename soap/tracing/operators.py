@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
-from collections.abc import Collection
+import sys
+from collections.abc import Collection, Iterable
+from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch.export import ExportedProgram
 
-from soap.errors import ModelError
+from soap.errors import ModelError, first_line
 from soap.tracing.rules.experts import LIBRARY_OPERATORS
 
 KNOWN_NAMESPACES = {"aten", "prims", "prim", "soap"}
@@ -71,3 +75,19 @@ def _is_known(library: str, name: str, overload: str | None) -> bool:
     return isinstance(found, torch._ops.HigherOrderOperator) or (
         isinstance(found, torch._ops.OpOverloadPacket) and (overload or "default") in found.overloads()  # type: ignore[no-untyped-call]
     )
+
+
+def from_here(name: str) -> ModuleType:
+    """The module of this name, which may be in the working folder. Raises what importing it raises."""
+    if os.getcwd() not in sys.path:  # an installed command, unlike ``python``, does not search the working folder
+        sys.path.insert(0, os.getcwd())
+    return import_module(name)
+
+
+def import_all(names: Iterable[str], option: str) -> None:
+    """Import modules that define custom operators. ``option``: the option that named them. ModelError if one cannot be imported."""
+    for name in names:
+        try:
+            from_here(name)
+        except Exception as cause:
+            raise ModelError(f"{option} {name}: {first_line(cause)}; expected a module that can be imported from here") from cause

@@ -5,27 +5,23 @@ from __future__ import annotations
 from soap.tracing.rules import (
     attention,
     complex,
-    convolution,
     embedding,
     experts,
     index,
     linear,
     loss,
     norm,
-    pad,
-    pooling,
     random,
     recurrent,
     reduce,
     resample,
-    scatter,
     shape,
     state,
+    windows,
 )
-from soap.tracing.rules.registry import registered, tiled
+from soap.tracing.rules.notation import registered, tiled
 
 __all__ = [
-    "attention", "complex", "convolution", "embedding", "experts", "index", "linear", "loss",
-    "norm", "pad", "pooling", "random", "recurrent", "reduce", "registered", "resample", "scatter", "shape", "state",
-    "tiled",
+    "attention", "complex", "embedding", "experts", "index", "linear", "loss", "norm", "random", "recurrent", "reduce", "registered",
+    "resample", "shape", "state", "tiled", "windows",
 ]  # fmt: skip

@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from soap.model.graph import WHOLE
-from soap.tracing.rules.notation import Local, Maps, Scope, Tiled, View, einsum
-from soap.tracing.rules.registry import rule
+from soap.tracing.rules.notation import Local, Maps, Scope, Tiled, View, einsum, rule
 
 SUM, MEAN, MAX = "sum", "mean", "max"
 MODES = (SUM, MEAN, MAX)

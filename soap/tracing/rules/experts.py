@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 
-from soap.tracing.rules.notation import Local, Tiled, View, einsum
-from soap.tracing.rules.registry import rule
+from soap.tracing.rules.notation import Local, Tiled, View, einsum, rule
 
 LIBRARY_OPERATORS = {"transformers.grouped_mm_fallback": "soap.grouped_mm"}
 """Operators that other libraries register when they are imported -> the operator here that means the same, with the same arguments: files
-that call them are read without these libraries (``soap.tracing.archive``)."""
+that call them are read without these libraries (``soap.tracing.load``)."""
 
 _LIBRARY: Any = torch.library.Library("soap", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define("expert_mm(Tensor input, Tensor weight, Tensor ids) -> Tensor")

@@ -1,4 +1,4 @@
-"""Picking elements by index or position."""
+"""Picking elements by index or position, and writing them by index or position into a copy of a tensor."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import torch
 
 from soap.model.graph import WHOLE, DimMap
 from soap.tracing.calls import Ref
-from soap.tracing.rules.notation import Local, Maps, Scope, Tiled, View, blocks, broadcast, broadcast_shape
-from soap.tracing.rules.registry import rule
+from soap.tracing.rules.notation import Local, Maps, Scope, Tiled, View, blocks, broadcast, broadcast_shape, rule
 
 
 @rule("aten.index_select")
@@ -180,3 +179,187 @@ def _in_blocks(view: View, sizes: tuple[int, ...], ins: tuple[int, ...], outs: t
     factors = [scope.factor(name, size) for name, size in zip(("c", "h", "w"), sizes, strict=True)]
     sides = [(*lead, *(blocks(f, n) for f, n in zip(factors, spans, strict=True))) for spans in (ins, outs)]
     return Tiled(tuple(scope.factors), (sides[0],), (sides[1],))
+
+
+_MASKS = (torch.bool, torch.uint8)
+
+
+def _run_along(local: Local) -> torch.Tensor:
+    # For a region of the written dimension, writes to other regions go to one extra row, which is cut off. If tiles split what is added,
+    # only the first of them starts from the tensor to which it is added.
+    x, index = local.tensors[:2]
+    dim = local.get("dim") % max(1, x.dim())
+    adds = local.call.kind in ("index_add", "scatter_add")
+    if adds and index.dim() and local.boxes[1][min(dim, index.dim() - 1)][0] > 0:
+        x = torch.zeros_like(x)
+    start, stop = local.output_boxes[0][dim] if x.dim() else (0, 1)
+    out: torch.Tensor
+    if not x.dim() or (start, stop) == (0, local.output_shapes[0][dim]):
+        out = local.plain([x, index, *local.tensors[2:]])
+        return out
+    index = torch.where(index < 0, index + local.output_shapes[0][dim], index) if local.call.kind == "index_fill" else index
+    here = torch.where((index >= start) & (index < stop), index - start, stop - start)
+    out = local.plain([torch.cat([x, x.narrow(dim, 0, 1)], dim), here, *local.tensors[2:]])
+    return out.narrow(dim, 0, stop - start)
+
+
+@rule("aten.scatter", "aten.scatter_add", "aten.scatter_reduce")
+def scatter(view: View) -> Tiled:
+    """Positions outside the written dimension are free if index and tensor have all of them; the written dimension (o) is free as well;
+    for sums, splitting what is added along it (k) gives partial sums."""
+    shape, index = view.shapes[0], view.shapes[1]
+    dim = view.get("dim") % max(1, len(shape))
+    scope = Scope()
+    maps = [scope.factor(f"d{i}", n) if i != dim and all(s[i] == n for s in view.shapes if s) else WHOLE for i, n in enumerate(shape)]
+    along = [scope.factor("k", index[dim]) if index and view.call.kind == "scatter_add" else WHOLE]
+    summed = () if along[0].factor is None else (along[0].factor,)
+    written = [scope.factor("o", shape[dim])] if shape else []
+    out = (*maps[:dim], *written, *maps[dim + 1 :])
+    read = tuple(along[0] if i == dim else m for i, m in enumerate(maps)) if index else ()
+    sources = [tuple(map(_as_far, read, s, index)) if s else () for s in view.shapes[2:]]
+    saved = (9 + 2 * view.itemsize) * (prod(shape) + prod(index)) + view.itemsize * prod(shape[:dim]) * prod(shape[dim + 1 :])
+    operands = (out, read, *sources)
+    return Tiled(tuple(scope.factors), operands, (out,), summed=summed, run=_run_along, flops=prod(index), saved_bytes=2 * saved)
+
+
+def _as_far(dim: DimMap, size: int, wanted: int) -> DimMap:
+    """A tensor larger than the index is read only as far as the index goes."""
+    return dim if size == wanted or dim.factor is not None else DimMap(None, 0, 0, wanted)
+
+
+@rule("aten.index_add", "aten.index_copy", "aten.index_fill")
+def index_along(view: View) -> Tiled:
+    """All positions are free; rows of another region are written aside. For sums, splitting the added rows (k) gives partial sums."""
+    shape = view.shapes[0]
+    if not shape or not view.shapes[1]:
+        raise NotImplementedError("a scalar operand")
+    dim = view.get("dim") % len(shape)
+    scope = Scope()
+    out = tuple(scope.factor("o" if i == dim else f"d{i}", n) for i, n in enumerate(shape))
+    rows = scope.factor("k", view.shapes[1][0]) if view.call.kind == "index_add" else WHOLE
+    summed = () if rows.factor is None else (rows.factor,)
+    sources = [(*out[:dim], rows, *out[dim + 1 :]) if s else () for s in view.shapes[2:]]
+    saved = 4 * view.itemsize * prod(shape) + 48 * view.shapes[1][0]
+    return Tiled(
+        tuple(scope.factors), (out, (rows,), *sources), (out,), summed=summed, run=_run_along, flops=prod(shape), saved_bytes=saved
+    )
+
+
+def _run_masked(local: Local) -> torch.Tensor:
+    x, mask, value = local.tensors
+    mask = mask.to(torch.bool).reshape(*mask.shape, *(1,) * (x.dim() - mask.dim()))
+    value = value.reshape(())
+    return torch.where(mask, x + value if local.get("accumulate", False) else value, x)
+
+
+def _masked(view: View) -> Tiled:
+    """``x[mask] = scalar`` is pointwise."""
+    if len(view.shapes) != 3 or prod(view.shapes[2]) != 1 or view.get("indices")[0] is None:
+        raise NotImplementedError("masks select a number of elements that depends on data")
+    scope = Scope()
+    maps = scope.like(view.shapes[0])
+    operands = (maps, maps[: len(view.shapes[1])], (WHOLE,) * len(view.shapes[2]))
+    saved = 2 * view.itemsize * prod(view.shapes[0])
+    return Tiled(tuple(scope.factors), operands, (maps,), run=_run_masked, flops=prod(view.shapes[0]), saved_bytes=saved)
+
+
+@rule("aten.index_put", "aten._unsafe_index_put")
+def index_put(view: View) -> Tiled:
+    """``x[i, :, j] = values``: dimensions without an index are free. With a mask and one value, all are."""
+    shape, places = view.shapes[0], list(view.get("indices"))
+    if any(isinstance(p, Ref) and view.values[p.name].dtype in _MASKS for p in places):
+        return _masked(view)
+    places += [None] * (len(shape) - len(places))
+    picked = [i for i, p in enumerate(places) if p is not None]
+    chosen = broadcast_shape(view.shapes[1:-1])
+    place = picked[0] if picked == list(range(picked[0], picked[-1] + 1)) else 0
+    scope = Scope()
+    rest = {i: scope.factor(f"d{i}", size) for i, size in enumerate(shape) if i not in picked}
+    kept = list(rest.values())
+    maps = tuple(rest.get(i, WHOLE) for i in range(len(shape)))
+    written = (*kept[:place], *(WHOLE,) * len(chosen), *kept[place:])
+    sizes = [shape[i] for i in rest]
+    target = (*sizes[:place], *chosen, *sizes[place:])
+    if len(view.shapes[-1]) > len(target):
+        raise NotImplementedError("values with more dimensions than they are written to")
+    indices = [(WHOLE,) * len(s) for s in view.shapes[1:-1]]
+    operands = (maps, *indices, broadcast(written, target, view.shapes[-1]))
+    saved = 16 * prod(chosen) * len(indices) + view.itemsize * (prod(shape) + prod(target))
+    return Tiled(tuple(scope.factors), operands, (maps,), flops=prod(shape), saved_bytes=saved)
+
+
+def _run_masked_scatter(local: Local) -> torch.Tensor:
+    x, mask, source = local.tensors
+    shape = local.shapes[0]
+    # Each true element takes the next of the source, in the order of the whole.
+    turn = (mask.expand(shape).flatten().cumsum(0) - 1).clamp(0, source.numel() - 1).view(shape)
+    region = tuple(slice(a, b) for a, b in local.output_boxes[0])
+    return torch.where(mask.expand(shape)[region], source.flatten()[turn[region]], x)
+
+
+@rule("aten.masked_scatter")
+def masked_scatter(view: View) -> Tiled:
+    """All positions are free. Mask and source are needed whole, because the place of each element depends on all before it."""
+    shape, mask, source = view.shapes
+    if broadcast_shape([shape, mask]) != shape or not prod(source):
+        raise NotImplementedError("a mask that is larger than the tensor, or nothing to take")
+    scope = Scope()
+    maps = scope.like(shape)
+    saved = (26 + 2 * view.itemsize) * prod(shape) + view.itemsize * prod(source)
+    operands = (maps, (WHOLE,) * len(mask), (WHOLE,) * len(source))
+    return Tiled(tuple(scope.factors), operands, (maps,), run=_run_masked_scatter, flops=prod(shape), saved_bytes=saved)
+
+
+def _written_span(view: View | Local, size: int) -> tuple[int, int, int]:
+    """(first, last + 1, step) of the positions that are written in their dimension."""
+    if view.call.kind == "select_scatter":
+        first = int(view.get("index")) % size
+        return first, first + 1, 1
+    first, stop, step = int(view.get("start") or 0), view.get("end"), int(view.get("step") or 1)
+    stop = size if stop is None else int(stop)
+    first, stop = (min(max(n + size if n < 0 else n, 0), size) for n in (first, stop))
+    return first, max(first, stop), step
+
+
+def _run_slice_scatter(local: Local) -> torch.Tensor:
+    x, source = local.tensors
+    dim = local.get("dim", 0) % x.dim()
+    first, stop, step = _written_span(local, local.shapes[0][dim])
+    if local.call.kind == "select_scatter":
+        source = source.unsqueeze(dim)
+    start, end = local.output_boxes[0][dim]
+    begin = first + max(0, -(-(start - first) // step)) * step  # the first written position that is not before this region
+    if begin >= min(stop, end):
+        return x.clone()
+    if step > 1:  # it was given whole
+        source = source.narrow(dim, (begin - first) // step, -(-(min(stop, end) - begin) // step))
+    return torch.slice_scatter(x, source, dim, begin - start, min(stop, end) - start, step)
+
+
+@rule("aten.slice_scatter", "aten.select_scatter")
+def slice_scatter(view: View) -> Tiled:
+    """All positions are free. The source is read at an offset; with steps, whole along the dimension in which it is written."""
+    shape = view.shapes[0]
+    dim = view.get("dim", 0) % len(shape)
+    scope = Scope()
+    maps = scope.like(shape)
+    first, _, step = _written_span(view, shape[dim])
+    if view.call.kind == "select_scatter":
+        source = (*maps[:dim], *maps[dim + 1 :])
+    else:
+        own = maps[dim].factor
+        moved = DimMap(own, 1, -first, 1 - first) if own is not None and step == 1 else WHOLE
+        source = (*maps[:dim], moved, *maps[dim + 1 :])
+    saved = 2 * view.itemsize * prod(shape)
+    return Tiled(tuple(scope.factors), (maps, source), (maps,), light=True, run=_run_slice_scatter, flops=prod(shape), saved_bytes=saved)
+
+
+@rule("aten.diagonal_scatter")
+def diagonal_scatter(view: View) -> Tiled:
+    """The two dimensions of the matrix are needed whole, and so is the diagonal, which the source has last."""
+    shape = view.shapes[0]
+    matrix = {view.get(name) % len(shape) for name in ("dim1", "dim2")}
+    scope = Scope()
+    maps = tuple(WHOLE if i in matrix else scope.factor(f"d{i}", size) for i, size in enumerate(shape))
+    rest = tuple(dim for i, dim in enumerate(maps) if i not in matrix)
+    return Tiled(tuple(scope.factors), (maps, (*rest, WHOLE)), (maps,), light=True, flops=prod(shape))

@@ -13,8 +13,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from soap.model.graph import WHOLE
 from soap.model.regions import Interval
-from soap.tracing.rules.notation import Local, Maps, Scope, Tiled, View, blocks, einsum
-from soap.tracing.rules.registry import rule
+from soap.tracing.rules.notation import Local, Maps, Scope, Tiled, View, blocks, einsum, rule
 
 
 class _Sums(torch.autograd.Function):

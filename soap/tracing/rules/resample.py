@@ -9,8 +9,7 @@ from math import prod
 import torch
 
 from soap.model.graph import WHOLE
-from soap.tracing.rules.notation import Local, Scope, Tiled, View, blocks
-from soap.tracing.rules.registry import rule
+from soap.tracing.rules.notation import Local, Scope, Tiled, View, blocks, rule
 from soap.tracing.rules.windows import SPACE, Window, each, pad_windows, padded_bytes
 
 _MOST = 8

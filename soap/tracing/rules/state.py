@@ -9,8 +9,7 @@ import torch
 
 from soap.model.graph import WHOLE
 from soap.tracing.calls import BufferRef
-from soap.tracing.rules.notation import Local, Maps, Tiled, View
-from soap.tracing.rules.registry import rule
+from soap.tracing.rules.notation import Local, Maps, Tiled, View, rule
 
 
 def next_state(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
