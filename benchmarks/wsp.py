@@ -41,7 +41,7 @@ from soap.elastic.worker import Source
 from soap.emulation.placement import run_evenly
 from soap.errors import SoapError
 from soap.files import check_writable
-from soap.mixed.allocations import POLICIES
+from soap.mixed.partitioning import POLICIES
 from soap.mixed.planned import minibatch_dims, strategy_of, wave_plan
 from soap.mixed.run.training import Job, train
 from soap.mixed.searching import Finder, Found

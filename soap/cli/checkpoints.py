@@ -12,8 +12,7 @@ from soap import outputs
 from soap.cli.command import Parser, UsageError
 from soap.cli.options import positive
 from soap.cli.updating import Updating
-from soap.runtime.checkpoint.folder import check_place, complete, resolve
-from soap.runtime.checkpoint.manifest import read_manifest, require_optimizer
+from soap.runtime.checkpoint.manifest import check_place, complete, read_manifest, require_optimizer, resolve
 from soap.weights.places import check_place_of_weights
 
 if TYPE_CHECKING:

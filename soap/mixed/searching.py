@@ -14,8 +14,7 @@ from soap.cluster.topology import Topology
 from soap.elastic.faults import ElasticError
 from soap.elastic.simulation.steady import SETTLED
 from soap.elastic.simulation.unroll import NO_DELAYS, Delays
-from soap.mixed.allocations import Allocation, allocations, policies
-from soap.mixed.partitioning import MOST_CONSIDERED, Partitioner, WorkerPlan, placed, require_room
+from soap.mixed.partitioning import MOST_CONSIDERED, Allocation, Partitioner, WorkerPlan, allocations, placed, policies, require_room
 from soap.mixed.steady import MixedSteady, simulate
 from soap.model.batch import samples_of
 from soap.model.graph import OperatorGraph

@@ -25,10 +25,9 @@ from soap.model.sparse_shares import with_alphas
 from soap.plan.compression.training import PlannedTraining
 from soap.plan.running.forward_order import ExecutionOrder
 from soap.runner.config import RunnerConfig
-from soap.runner.partitioner import groups
-from soap.runner.sharding import rank_and_count
+from soap.runner.sharding import groups, rank_and_count
 from soap.runner.tuning import served_sparse, tune
-from soap.runtime.checkpoint.folder import complete
+from soap.runtime.checkpoint.manifest import complete
 from soap.runtime.comm.handing_out import from_first
 from soap.runtime.comm.packing import plain
 from soap.runtime.comm.redistribute import Communicator
