@@ -32,7 +32,7 @@ from benchmarks.quiet import Watch
 from benchmarks.wsp_replay import WORKERS
 from soap import api
 from soap.cli import emulation
-from soap.cli.lease_data import lease_data
+from soap.cli.batches import lease_data
 from soap.cli.options import not_negative, positive
 from soap.cli.stale_run import rate_of, samples_per_second
 from soap.cluster.topology import Topology

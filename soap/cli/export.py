@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 from soap import api, outputs
 from soap.cli.command import Parser, UsageError, entry_point
-from soap.cli.named_calls import VALUES, imported, setting
 from soap.cli.options import module_name, positive
+from soap.cli.updating import VALUES, imported, setting
 from soap.errors import ModelError, did_you_mean, first_line
 from soap.units import format_bytes
 

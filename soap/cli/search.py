@@ -10,19 +10,7 @@ from functools import partial
 from typing import Any
 
 from soap import api, outputs
-from soap.cli import (
-    certainty,
-    explanation,
-    figures,
-    first_measuring,
-    inputs,
-    plan_summary,
-    reporting,
-    search_report,
-    served_search,
-    spare_plans,
-    two_plans,
-)
+from soap.cli import explanation, first_measuring, inputs, plan_summary, reporting, search_report, served_search, spare_plans
 from soap.cli.command import Parser, UsageError, check_outputs, entry_point, note, one_line
 from soap.cli.first_measuring import Measured
 from soap.cli.inputs import check_inputs
@@ -154,17 +142,17 @@ def clusters_text(candidates: Sequence[Candidate], objective: str) -> str:
         if one.outcome is None:
             inputs.append((one.spec, "-", "-", "-", "-", "-", one.problem if one.problem == NOT_SEARCHED else "nothing fits into memory"))
             continue
-        own = figures.document(one.outcome.throughput)
+        own = plan_summary.throughput_document(one.outcome.throughput)
         rate, cost = own["samples_per_second"], own["cost_per_million_samples"]
         unknown = "no price" if one.topology.price is None else "-"
         inputs.append(
             (
                 one.spec,
                 milliseconds(one.outcome.time_ns),
-                certainty.between(one.outcome.range),
-                figures.share(own["mfu"]),
-                "-" if rate is None else figures.rate(rate),
-                unknown if cost is None else figures.cost(cost, own["currency"]),
+                plan_summary.between(one.outcome.range),
+                plan_summary.utilisation_text(own["mfu"]),
+                "-" if rate is None else plan_summary.rate(rate),
+                unknown if cost is None else plan_summary.cost_text(cost, own["currency"]),
                 _note(one, chosen),
             )
         )
@@ -245,7 +233,7 @@ def execute(args: argparse.Namespace) -> int:
         first_measuring.check_none_asked(args.profile, args.verify)
     else:
         first_measuring.check_asked(args.cluster[0], args.profile, args.verify, args.costs)
-    two_plans.check(args.output, _outputs(args)[1:])
+    spare_plans.check_beside(args.output, _outputs(args)[1:])
     with Stopping(args.limit) as stopping:
         try:
             if args.consistency:
@@ -379,10 +367,10 @@ def _written(args: argparse.Namespace, outcome: api.SearchOutcome, stopping: Sto
 
     if stopping.ended:  # whatever happens from here on, there is a plan
         with stopping.saving():
-            two_plans.save(args.output, outcome.shortened())
+            spare_plans.save_both(args.output, outcome.shortened())
     written = stopping.in_time(simulated, outcome.shortened)
     with stopping.saving():
-        return written, two_plans.save(args.output, written)
+        return written, spare_plans.save_both(args.output, written)
 
 
 def _save(args: argparse.Namespace, outcome: api.SearchOutcome, stopping: Stopping) -> tuple[api.SearchOutcome, dict[Answer, str]]:

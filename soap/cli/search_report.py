@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from soap import api
-from soap.cli import certainty, compressing, explanation, plan_summary, recomputing, verification
+from soap.cli import compressing, explanation, plan_summary, verification
 from soap.cli.first_measuring import Measured
 from soap.cli.plain_text import milliseconds
 from soap.search.deciding import FASTEST, Answer
@@ -49,7 +49,7 @@ def document(
     if files is not None:
         found |= {"strategy": files[outcome.decision.answer], "files": dict(files)}
     if outcome.result.budgeted:
-        found["budgeted"] = [recomputing.budgeted(name, own) for name, own in outcome.result.budgeted.items()]
+        found["budgeted"] = [plan_summary.budgeted(name, own) for name, own in outcome.result.budgeted.items()]
     if explain:
         why = outcome.explanation, outcome.synchronization, outcome.unkept
         found |= explanation.documents(outcome.simulator.graph, *why, outcome.time_ns)
@@ -93,7 +93,7 @@ def text(
     if "saving_memory" in found:
         sections.append(_saving_text(found["saving_memory"], saving_memory(outcome.simulator.topology)))
     if "budgeted" in found:
-        sections.append("\n".join(map(recomputing.budgeted_text, found["budgeted"])))
+        sections.append("\n".join(map(plan_summary.budgeted_text, found["budgeted"])))
     if measured is not None:
         sections.append(measured.text)
     if told:
@@ -104,7 +104,7 @@ def text(
         sections.append(verification.text(found["measured"]))
     elif verified_s is not None and outcome.kept is None:
         sections.append("ran nothing: no other plan has a chance to be faster than data parallelism")
-    if "decision" in found and (decided := certainty.decided_text(found["decision"], found.get("files"), at_hand=at_hand)):
+    if "decision" in found and (decided := plan_summary.decided_text(found["decision"], found.get("files"), at_hand=at_hand)):
         sections.append(decided)
     if "explanation" in found:
         sections += explanation.texts(found, outcome.time_ns, outcome.simulator.topology)

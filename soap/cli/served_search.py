@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from soap import api
-from soap.cli import inputs, plan_summary, stale_plan, two_plans
+from soap.cli import inputs, plan_summary, spare_plans, stale_plan
 from soap.cli.command import Parser, UsageError, note
-from soap.cli.figures import rate
 from soap.cli.options import cluster_of, reading
 from soap.cli.plain_text import listed
+from soap.cli.plan_summary import rate
 from soap.cli.search_options import search_options
 from soap.cli.stopping import Stopping
 from soap.cli.updating import Updating
@@ -39,7 +39,7 @@ def check_alone(args: argparse.Namespace, parser: Parser) -> None:
 
 def search(prog: str, args: argparse.Namespace, stopping: Stopping) -> int:
     """Search, save and report. Returns the exit code."""
-    two_plans.drop(args.output)
+    spare_plans.drop_beside(args.output)
     if args.workers is not None:
         return _search_workers(args)
     topology = cluster_of(args, args.cluster[0])

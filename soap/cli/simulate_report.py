@@ -15,8 +15,7 @@ from soap.api.large import LargePrediction
 from soap.cli.command import OPTIONS, Parser, UsageError, refuse_given
 from soap.cli.options import reading_options
 from soap.cli.plain_text import aligned, and_more, attributes, listed, milliseconds
-from soap.cli.plan_summary import kinds_text
-from soap.cli.recomputing import budgeted, budgeted_text
+from soap.cli.plan_summary import budgeted, budgeted_text, kinds_text
 from soap.cluster.fewer import part_of
 from soap.cluster.topology import Topology
 from soap.errors import InfeasibleError, StrategyError

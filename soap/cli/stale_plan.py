@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from soap import api
-from soap.cli.figures import rate
 from soap.cli.plain_text import aligned, attributes, devices, listed, milliseconds
+from soap.cli.plan_summary import rate
 from soap.cluster.topology import Topology
 from soap.strategy.consistency import parse
 from soap.units import format_bytes

@@ -17,10 +17,10 @@ from tqdm import tqdm
 from soap import api
 from soap.cli import emulation
 from soap.cli.command import Parser, UsageError, note, refuse_given
-from soap.cli.figures import rate
 from soap.cli.inputs import folder_of, sized
 from soap.cli.options import reading
 from soap.cli.plain_text import listed
+from soap.cli.plan_summary import rate
 from soap.cli.stale_plan import describe, head
 from soap.cli.updating import Updating
 from soap.cluster.topology import Topology
@@ -86,7 +86,7 @@ def execute(args: argparse.Namespace, topology: Topology, prog: str) -> int:
     strategy = api.load_strategy(args.strategy, planned, topology)
     if virtual:
         return execute_workers(args, topology, planned, strategy, read)
-    from soap.cli.lease_data import lease_data
+    from soap.cli.batches import lease_data
     from soap.elastic.launcher import laid_out
     from soap.elastic.leases import noted_run
     from soap.elastic.planned import options_of, plan_of
@@ -284,7 +284,7 @@ def execute_workers(args: argparse.Namespace, topology: Topology, planned: Trace
     """Train, report. ``planned``: the model of all workers' minibatches together, without values; ``read``: how it is read."""
     refuse_rank_options(args, WORKERS_LACK, "is not for virtual workers; leave it out", "virtual workers")
     emulation.check_possible(args)
-    from soap.cli.lease_data import lease_data
+    from soap.cli.batches import lease_data
     from soap.elastic.worker import Source
     from soap.emulation.placement import run_evenly
     from soap.mixed.planned import minibatch_dims, wave_plan

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from soap.tracing.rules import (
-    attention,
-    complex,
-    embedding,
-    experts,
-    index,
-    linear,
-    loss,
-    norm,
-    random,
-    recurrent,
-    reduce,
-    resample,
-    shape,
-    state,
-    windows,
-)
+import soap.tracing.rules.attention
+import soap.tracing.rules.complex
+import soap.tracing.rules.embedding
+import soap.tracing.rules.experts
+import soap.tracing.rules.index
+import soap.tracing.rules.linear
+import soap.tracing.rules.loss
+import soap.tracing.rules.norm
+import soap.tracing.rules.random
+import soap.tracing.rules.recurrent
+import soap.tracing.rules.reduce
+import soap.tracing.rules.resample
+import soap.tracing.rules.shape
+import soap.tracing.rules.state
+import soap.tracing.rules.windows  # noqa: F401
 from soap.tracing.rules.notation import registered, tiled
 
-__all__ = [
-    "attention", "complex", "embedding", "experts", "index", "linear", "loss", "norm", "random", "recurrent", "reduce", "registered",
-    "resample", "shape", "state", "tiled", "windows",
-]  # fmt: skip
+__all__ = ["registered", "tiled"]
