@@ -33,9 +33,8 @@ from soap import export
 from soap.cli.options import positive
 from soap.cluster.topology import Topology
 from soap.elastic.cut import Cut
-from soap.elastic.layout import ElasticPlan, Place, route
+from soap.elastic.layout import ElasticPlan, Lookups, Place, route
 from soap.elastic.leases import Steps
-from soap.elastic.lookups import Lookups
 from soap.elastic.simulation.design import Asked, Design, Needs, Traffic, bipartite, design_of, fully_connected, shapes_of
 from soap.elastic.simulation.steady import Steady, simulate
 from soap.elastic.worker import InMemory, Source

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.shared_processor import SharedProcessor
-from soap.elastic.layout import Layout, Place, route
+from soap.elastic.layout import Layout, Lookups, Place, gradient_of_rows, route
 from soap.elastic.leases import Steps
-from soap.elastic.lookups import Lookups, gradient_of_rows
 from soap.elastic.messages import Kind, Message, decode, encode
 from soap.elastic.simulation.design import Lane
 from soap.elastic.store import Keeping

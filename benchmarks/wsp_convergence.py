@@ -34,7 +34,7 @@ from benchmarks.wsp import BOUNDS, RATE, Shape, export_minibatch
 from benchmarks.wsp_replay import RULES, WORKERS, Minibatch, Replay, TaskBatches
 from soap.cli import emulation
 from soap.cli.options import not_negative, positive
-from soap.elastic.simulation.unroll import Delays
+from soap.elastic.simulation.steady import Delays
 from soap.elastic.worker import Source
 from soap.emulation.placement import run_evenly
 from soap.errors import SoapError
@@ -42,8 +42,7 @@ from soap.files import check_writable
 from soap.mixed.partitioning import POLICIES
 from soap.mixed.planned import strategy_of, wave_plan
 from soap.mixed.run.training import Job, Outcome, train
-from soap.mixed.searching import Found
-from soap.mixed.steady import Training
+from soap.mixed.steady import Found, Training
 from soap.runtime.comm.launch import launch
 
 VERSION, COMMAND = 1, "python -m benchmarks.wsp_convergence"

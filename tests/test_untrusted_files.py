@@ -18,8 +18,7 @@ from soap.files import ARCHIVE_SPARE_BYTES, check_archive
 from soap.mixed.run.training import Checkpoint, server_values
 from soap.preprocessing import steps
 from soap.tracing import record
-from soap.weights.places import INDEX
-from soap.weights.safetensors_files import SafetensorsFiles
+from soap.weights.safetensors_files import INDEX, SafetensorsFiles
 from soap.yaml_text import parse_yaml
 
 PACKAGE = Path(__file__).parent.parent / "soap"

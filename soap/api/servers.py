@@ -31,8 +31,7 @@ if TYPE_CHECKING:
     from soap.elastic.simulation.design import Design
     from soap.elastic.simulation.steady import Steady
     from soap.mixed.partitioning import WorkerPlan
-    from soap.mixed.searching import Finder
-    from soap.mixed.steady import MixedSteady
+    from soap.mixed.steady import Finder, MixedSteady
     from soap.tracing.execute import TracedModel
 
 
@@ -198,9 +197,9 @@ def find_workers(
 ) -> WorkersOutcome:
     """Search which devices make a virtual worker, its stages, and how many minibatches it has in flight, for the most samples per second
     within a bound on staleness. The workers share the model's batch: each has a minibatch of its part. ``policy``: NP, ED, ED-local or HD
-    (``soap.mixed.searching``), or ``any``. SoapError in one line if nothing fits, or the samples do not divide."""
+    (``soap.mixed.steady``), or ``any``. SoapError in one line if nothing fits, or the samples do not divide."""
     from soap.mixed.planned import strategy_of
-    from soap.mixed.searching import fitting
+    from soap.mixed.steady import fitting
 
     bound = parse(consistency)
     if not bound.stale:
@@ -260,7 +259,7 @@ def _finders(
     model: TracedModel, topology: Topology, bound: int | None, policy: str, costs: CostSource
 ) -> Iterator[tuple[Finder, Sequence[Allocation]]]:
     """By number of workers, as their minibatches differ: what looks for them, and the allocations to simulate."""
-    from soap.mixed.searching import Finder
+    from soap.mixed.steady import Finder
 
     if policy != ANY and policy not in POLICIES:
         raise StrategyError(f"policy {policy[:40]!r}; expected {', '.join(POLICIES)}, or {ANY}")

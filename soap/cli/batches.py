@@ -1,5 +1,8 @@
 """Training data for ``soap-run``: batches drawn like the model's example inputs, or the user's own. They depend on the step alone and
-are the same on all ranks, of which each reads only its samples where it can ask for them (``parts``)."""
+are the same on all ranks, of which each reads only its samples where it can ask for them (``parts``).
+
+Training data of workers without state: the batches that the ranks of an exact run get, in their order, each worker its part.
+"""
 
 from __future__ import annotations
 

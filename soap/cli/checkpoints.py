@@ -21,7 +21,7 @@ from soap.cli.updating import Updating, imported
 from soap.errors import ModelError, SoapError, SoapWarning
 from soap.files import read_text, reason, write_text_atomically
 from soap.runtime.checkpoint.manifest import check_place, complete, read_manifest, require_optimizer, resolve
-from soap.weights.places import check_place_of_weights
+from soap.weights.safetensors_files import check_place_of_weights
 
 if TYPE_CHECKING:
     from soap.cli.training import Job, Outcome

@@ -1,4 +1,7 @@
-"""``soap-compare``: how far a predicted timeline is from a measured one, task by task."""
+"""``soap-compare``: how far a predicted timeline is from a measured one, task by task.
+
+``soap-compare --calibrate``: keeps a run's errors of prediction as corrections of later predictions.
+"""
 
 from __future__ import annotations
 

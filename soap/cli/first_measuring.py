@@ -2,6 +2,10 @@
 that decide which plan is chosen; once the choice is sure, what its prediction rests on, and no more. It measures the same as
 ``soap-profile links`` and ``soap-profile MODEL`` and keeps it in the same store: what is known is not measured again, and the next search
 goes on with what is left. No failure here ends a search.
+
+If the machines of a cluster are at hand, ``soap-search`` measures before it searches and runs what it found, unless it is told not
+to. What the user has asked for must be possible, and its failure ends the command. What is done by default is skipped with one line if
+it fails.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""``soap-profile``: measures what a model needs on this machine. Predictions then rest on measurements."""
+"""``soap-profile``: measures what a model needs on this machine. Predictions then rest on measurements.
+
+``soap-profile --what-decides``: what to measure before a plan is chosen instead of data parallelism, as commands to run. Where the
+machines are elsewhere, they are commands to run there.
+"""
 
 from __future__ import annotations
 

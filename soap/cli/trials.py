@@ -4,6 +4,8 @@ that one and data parallelism alone, to see whether it is really faster.
 The fastest of several has been lucky, more likely than not (the winner's curse). So further turns judge it, which had no part in
 choosing it. All trainers stay, so that a turn can be a few steps long, and whatever the machine does meanwhile hits all alike. Each
 turn begins with a step that does not count: it finds the caches full of another strategy's tensors.
+
+What every rank of ``soap-tune`` does, and the samples that it leaves for the command if it fails.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""The options that say how parameters are updated: ``--optimizer``, ``--lr``, ``--weight-decay``, ``--schedule``."""
+"""The options that say how parameters are updated: ``--optimizer``, ``--lr``, ``--weight-decay``, ``--schedule``.
+
+``torch.optim.AdamW:lr=0.001,betas=(0.9,0.95),amsgrad=true``: a dotted name with options, as the command line has it. Values are
+numbers, ``true``, ``false``, ``none``, tuples and lists of values, and words. Nothing is evaluated.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +30,7 @@ if TYPE_CHECKING:
 def imported(spec: str, option: str, purpose: str, error: type[SoapError] = SoapError) -> Any:
     """What ``package.module:name`` names, which can be called. ``option``: its name in messages. ``purpose``: of the callable, in words.
     Raises ``error`` in one line if there is none, or importing its module fails, whatever the module does."""
-    from soap.tracing.operators import from_here
+    from soap.tracing.record import from_here
 
     module, _, name = spec.partition(":")
     wanted = f"package.module:callable, which {purpose}"

@@ -4,6 +4,16 @@ A worker's *clock* is the number of waves that it has finished; a *wave* is so m
 parallel training (Ho et al., NIPS 2013) lets a worker begin only if no worker's clock is more than D behind its own; wave synchronous
 parallel training (Park et al., "HetPipe", ATC 2020) does so for pipelines with a wave of minibatches in flight. Who has left, or has
 nothing to do, counts as infinitely far ahead.
+
+Values under wave synchronous parallel training (Park et al., "HetPipe", ATC 2020): what a worker begins a minibatch with, what it
+pushes, and in which order servers add it up. When it may begin is the rule of ``clocks``.
+
+A worker's *wave* is so many minibatches, one after the other. When all of them are finished, their updates' sum goes to the servers, once;
+an incomplete wave goes when the worker has nothing more to do, and with it the worker has left. Servers add wave by wave, and those of a
+wave in the order of workers, as soon as all active workers have pushed it: so the values of a version, which is a number of waves of all
+workers, do not depend on who was first.
+
+Values are anything that can be added: numbers, tensors, or, to prove it, sets.
 """
 
 from __future__ import annotations

@@ -17,10 +17,10 @@ from math import prod
 import torch
 
 from soap.elastic.faults import ElasticError
-from soap.elastic.lookups import Lookups, means
+from soap.elastic.layout import Lookups, means
 from soap.tracing.calls import BufferRef, Call, Program, Ref, TileContext, argument, is_random, needed, results_of, walk
 from soap.tracing.execute import TracedModel
-from soap.tracing.rules.embedding import MEAN, MODES, SUM
+from soap.tracing.rules.index import MEAN, MODES, SUM
 
 EMBEDDING, BAG, EQUAL_BAGS = "embedding", "embedding_bag", "equal_bags"
 

@@ -1,5 +1,8 @@
 """A server's partitions, in memory and in a folder, so that nothing that was acknowledged is lost when the server is killed: a push is
-written to its partition's log, then applied, then acknowledged (docs/internals/servers.md)."""
+written to its partition's log, then applied, then acknowledged (docs/internals/servers.md).
+
+A server: the store of its partitions behind a listener. Killed and started anew by Ray, it recovers from its folder.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +25,11 @@ from torch import Tensor
 
 from soap.elastic import snapshots, write_ahead
 from soap.elastic.faults import ElasticError
-from soap.elastic.layout import Layout, Partition
+from soap.elastic.layout import Layout, Lookups, Partition, gradient_of_rows, sums_of_rows
 from soap.elastic.leases import Steps
-from soap.elastic.lookups import Lookups, gradient_of_rows, sums_of_rows
 from soap.elastic.messages import Buffer, Kind, Message, decode, encode
 from soap.elastic.session import module
-from soap.elastic.shard import Gradient, Shard, ShardState, TooOld, check_optimizer
-from soap.elastic.snapshots import Snapshotter
+from soap.elastic.snapshots import Gradient, Shard, ShardState, Snapshotter, TooOld, check_optimizer
 from soap.elastic.transport import Listener
 from soap.elastic.worker import Source
 from soap.elastic.write_ahead import WriteAheadLog, may_have_crashed, note_boot

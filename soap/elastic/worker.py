@@ -1,5 +1,10 @@
 """A worker: takes a lease's batch, asks the owners for what it needs, computes the rest, and gives the gradients back. It holds no state:
 what it knows besides the lease is the model's program and the data, so any other worker may do the same lease instead.
+
+What a worker asks of the owners of partitions: sums of rows, values of dense variables, and to count its gradients.
+
+Each partition has a connection of its own, so that those of one server are worked on at the same time; all are asked before any answer is
+read. An owner that is lost is asked again where it comes back: look-ups change nothing, and a push that has counted counts no second time.
 """
 
 from __future__ import annotations
@@ -17,8 +22,7 @@ from torch.utils.data import Dataset, default_collate
 
 from soap.elastic.cut import Cut
 from soap.elastic.faults import ElasticError
-from soap.elastic.layout import Layout, Place, combine, divide, route
-from soap.elastic.lookups import Lookups
+from soap.elastic.layout import Layout, Lookups, Place, combine, divide, route
 from soap.elastic.messages import Kind, Message, checked, decode, encode
 from soap.elastic.transport import Connection, PeerLost, connect
 from soap.runtime.system import clock

@@ -8,6 +8,12 @@ that is being computed, and the sum of the wave. With one in flight there are va
 have yet are on the host, which on processors is the same memory (``copies_on_processors``). Activations that have come wait for their
 turn: those of as many minibatches as the stage before may have begun. Gradients that come back wait, too, and a layer's gradients are
 there while it is computed.
+
+Which devices make one virtual worker: HetPipe's policies (Park et al., ATC 2020, section 8.1), as generators of allocations.
+
+*NP*, node partition: a worker is a host. *ED*, equal distribution: a worker has one device of each host, so all are alike. *ED-local*: the
+same, and a stage's parameters are on the server of its host, which is the same for all workers. *HD*, hybrid distribution: quick and slow
+hosts are paired, and a worker has half as many devices of each as ED's would have of all.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Virtual workers as a strategy, and the way back: ``Strategy.workers`` has the groups, operators' devices say which stage they are in."""
+"""Virtual workers as a strategy, and the way back: ``Strategy.workers`` has the groups, operators' devices say which stage they are in.
+
+What a strategy of virtual workers asks of ranks and servers: who computes which operators, and which server has which parameter.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""A training model with the arguments and the loss that it is exported with, as eager PyTorch runs it; and which output is the loss."""
+"""A training model with the arguments and the loss that it is exported with, as eager PyTorch runs it; and which output is the loss.
+
+Arguments and outputs in classes of their own (named tuples, dataclasses, batches of libraries) as plain dictionaries and tuples.
+
+``torch.export`` accepts some of these classes and can write fewer into a file, which then needs their library. The exported module has
+plain containers with the same names, and makes the model's own classes of them as it begins.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""Writing a training model to a ``.pt2`` file."""
+"""Writing a training model to a ``.pt2`` file.
+
+Argument validation that depends on the values of tensors, which a traced program cannot have: it is taken as passed.
+
+``if torch.any(var < 0): raise ValueError`` makes no decision for a program: if it does not raise, training goes on behind it. While a
+module is traced, a tensor in a condition gives the truth value that does not raise, if the source shows that the condition only validates:
+a statement ``if`` of which one side only raises, or only warns, or ``assert``. Everything else is a real decision.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +35,8 @@ from soap.errors import ModelError, SoapWarning, first_line
 from soap.files import check_writable, write_bytes_atomically
 from soap.outputs import MODEL, check
 from soap.tracing.example import adapted, plain_arguments, plainly, which_loss
-from soap.tracing.operators import import_all, refuse_custom_operators
 from soap.tracing.python_state import untouched
-from soap.tracing.record import NAME, ExportRecord, dumps
+from soap.tracing.record import NAME, ExportRecord, dumps, import_all, refuse_custom_operators
 from soap.tracing.torch_parts import chain, is_packed, quiet_torch, replaced, torchs_module, user_line
 from soap.tracing.without_values import Room, tied_without_values
 

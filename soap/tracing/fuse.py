@@ -1,5 +1,8 @@
 """Groups of calls that become one operator: an anchor (or a chain of light calls) with the light calls around it, unless that would take a
-way of splitting from the anchor (docs/internals/tracing.md, *Fusion*)."""
+way of splitting from the anchor (docs/internals/tracing.md, *Fusion*).
+
+Groups of calls in the making, and joining two of them along a tensor: which factors of one are which of the other.
+"""
 
 from __future__ import annotations
 

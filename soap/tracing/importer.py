@@ -1,4 +1,11 @@
-"""From a ``Program`` to a traced model: groups of calls become operators with names, factor kinds and operands."""
+"""From a ``Program`` to a traced model: groups of calls become operators with names, factor kinds and operands.
+
+What kernels on GPUs neither write nor read of the values that an operator's calls pass to each other; and in which type a call computes.
+
+``Operator.saved_bytes`` is a bound of memory: every value counts, and every copy that a kernel may need. A view is no kernel, though, and
+products of matrices take operands that lie in any order of rows and columns. Copies are left that are really made: of values whose elements
+do not lie in order (``scattered``), where a call asks for another shape, or ``torch.matmul`` for a batch of matrices.
+"""
 
 from __future__ import annotations
 
@@ -31,21 +38,19 @@ from soap.model.graph import (
     is_rounded_by_default,
 )
 from soap.tracing.autocast import Autocast, Caster, ListOf
-from soap.tracing.bags import find_equal_bags, find_grouped_queries
 from soap.tracing.calls import Call, Program, Value
 from soap.tracing.compiled import OperatorProgram, ProgramStep
 from soap.tracing.decompose import decompose
 from soap.tracing.execute import TracedModel
-from soap.tracing.experts import unsort_experts
 from soap.tracing.fold import fold
 from soap.tracing.footprints import footprints_later
 from soap.tracing.fuse import Fuser, Group, Step, compose, compose_all, simplified, unsplit
 from soap.tracing.labels import batch_dimensions, find_sparse, gradients
 from soap.tracing.loss_terms import find_loss_terms, own_labels
-from soap.tracing.masks import find_masks
 from soap.tracing.naming import anchor, canonical_names, group_outputs, operator_names, tensor_names
 from soap.tracing.nodes import canonical_buffers
 from soap.tracing.reader import Reader, Shapes, at_sizes, is_dynamic
+from soap.tracing.rewriting import find_equal_bags, find_grouped_queries, find_masks, unsort_experts
 from soap.tracing.row_counting import measured_by_examples
 from soap.tracing.rules.norm import batch_norm_apply
 from soap.tracing.rules.notation import Maps, target_name

@@ -1,4 +1,16 @@
-"""Reading a model for planning or training: a ``.pt2`` file, or ``zoo:NAME[:SIZE][@BATCH]``."""
+"""Reading a model for planning or training: a ``.pt2`` file, or ``zoo:NAME[:SIZE][@BATCH]``.
+
+Makes a ``.pt2`` archive safe and plain before torch reads it.
+
+Files come from outside. ``torch.export.load`` unpickles some parts of an archive, evaluates symbolic shapes and looks functions up by
+name. So every pickled part is first read with torch's weights-only unpickler, which runs no code. An archive is not opened at all if it
+has custom objects, code, symbolic shapes that are more than sums and products, calls of anything but operators, or entries that do not
+belong there.
+
+Torch also knows output classes (such as those of ``transformers``) only if the package that defines them was imported. They are
+rewritten to plain dictionaries, so that a model loads without the library it came from. For the same reason known operators of
+libraries become our own.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +45,8 @@ from soap.tracing.execute import TracedModel
 from soap.tracing.export import traced
 from soap.tracing.importer import BatchNorm, import_program
 from soap.tracing.naming import canonical_names
-from soap.tracing.operators import import_all, unknown_operator
 from soap.tracing.reader import Shapes, is_dynamic
-from soap.tracing.record import NAME, ExportRecord, loads
+from soap.tracing.record import NAME, ExportRecord, import_all, loads, unknown_operator
 from soap.tracing.row_counting import measure_rows
 from soap.tracing.rules.experts import LIBRARY_OPERATORS
 from soap.tracing.torch_parts import quiet_torch, replaced

@@ -1,5 +1,8 @@
 """Graph nodes, one after another, as calls of a ``Program``: plain and functional, including in-place calls and blocks under
 ``no_grad``. ``reader`` gives it an exported program, ``decompose`` the parts of a single call.
+
+Buffers that a program changes: the value of each when the forward pass ends, and which of them are simple enough to be changed after
+the step.
 """
 
 from __future__ import annotations

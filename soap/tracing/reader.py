@@ -1,4 +1,7 @@
-"""From an ``ExportedProgram`` to a ``Program``: plain, functional calls with names that a person recognises."""
+"""From an ``ExportedProgram`` to a ``Program``: plain, functional calls with names that a person recognises.
+
+Programs that were exported with symbolic sizes, at given sizes. Afterwards they look as if they had been exported with these sizes.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from soap.tracing.calls import BufferRef, Call, Program, Ref
 from soap.tracing.example import loss_position, outputs_of
 from soap.tracing.naming import canonical_names
 from soap.tracing.nodes import NodeReader, about, canonical_buffers, check_memory
-from soap.tracing.rules.state import keep_state, next_state
+from soap.tracing.rules.norm import keep_state, next_state
 from soap.tracing.torch_parts import node_line
 
 aten = torch.ops.aten

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from soap.elastic.layout import cut
-from soap.elastic.shard import check_optimizer
+from soap.elastic.snapshots import check_optimizer
 from tests.elastic.stores import Store
 
 ROWS = 200_000

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from soap.elastic.faults import ElasticError
 from soap.elastic.layout import cut
 from soap.elastic.leases import Dealer, Finished, Lease, Ledger
-from soap.elastic.shard import Shard
+from soap.elastic.snapshots import Shard
 from tests.extent import MANY, USUAL
 
 WORKERS = st.integers(0, 3)

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from soap.elastic.faults import ElasticError
-from soap.elastic.layout import cut, divide, route
-from soap.elastic.lookups import Lookups
+from soap.elastic.layout import Lookups, cut, divide, route
 from soap.elastic.messages import Kind, Message, decode, encode, overhead_bytes, size_bytes
 from soap.elastic.store import Store
 from tests.elastic.drawn import drawn

@@ -20,8 +20,7 @@ from soap.elastic.cut import Cut
 from soap.elastic.faults import ElasticError
 from soap.elastic.layout import ElasticPlan
 from soap.elastic.simulation.design import Design, Lane, Traffic, bipartite, design_of, fully_connected, naive, needs_of_graph
-from soap.elastic.simulation.steady import Period, Steady, rate_bound, rate_of, simulate
-from soap.elastic.simulation.unroll import Delays, required, unroll
+from soap.elastic.simulation.steady import Delays, Period, Steady, rate_bound, rate_of, required, simulate, unroll
 from soap.elastic.simulation.work import EstimatedWork, Work
 from soap.elastic.worker import Worker
 from soap.model.graph import OperatorGraph

@@ -16,10 +16,8 @@ from hypothesis import strategies as st
 
 from soap.cli.checkpoints import fill_weights
 from soap.errors import ModelError, SoapError, SoapWarning
-from soap.weights.places import INDEX, SINGLE, check_place_of_weights
-from soap.weights.safetensors_files import DTYPES, SafetensorsFiles
-from soap.weights.seam import Kind
-from soap.weights.writing import require_writable, write_weights
+from soap.weights.fitting import Kind
+from soap.weights.safetensors_files import DTYPES, INDEX, SINGLE, SafetensorsFiles, check_place_of_weights, require_writable, write_weights
 
 safetensors = pytest.importorskip("safetensors.torch")
 

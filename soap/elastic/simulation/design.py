@@ -3,6 +3,11 @@
 A *lane* is what works on one lease after the other: a worker, which reads the batch and computes the rest of the model on one device. In
 the *naive* design these are two devices. Twitter's three designs ("Distributed training of sparse machine learning models", parts 1 and 2)
 differ in nothing but which devices lanes and partitions have.
+
+What a lease asks for, and how many bytes each of its messages has: the formulas of ``messages`` and ``transport``, without the numbers.
+
+Of a table, a lease names *entries* (ids, perhaps with values) in *bags* (for each bag the owners give a sum). They follow from a graph, or
+exactly from a batch.
 """
 
 from __future__ import annotations
@@ -14,8 +19,7 @@ from functools import lru_cache
 import numpy as np
 
 from soap.elastic.faults import ElasticError
-from soap.elastic.layout import ElasticPlan, Layout, Place, TableCut, lay_out_planned
-from soap.elastic.lookups import SMALL
+from soap.elastic.layout import SMALL, ElasticPlan, Layout, Place, TableCut, lay_out_planned
 from soap.elastic.messages import Kind, Message, size_bytes
 from soap.elastic.transport import HEADER
 from soap.model.batch import samples_of

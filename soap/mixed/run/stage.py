@@ -5,6 +5,8 @@ With backward passes first a stage would never have computed ahead of the next o
 
 Tensors travel by a process group, as between the stages of pipelines inside a step; gradients, which go the other way, by a second one
 (``runtime.comm.redistribute.Groups`` says why).
+
+What a stage asks of servers: versions of its parameters, and to count its part of a wave; a head also when it may begin.
 """
 
 from __future__ import annotations

@@ -2,6 +2,10 @@
 
 A server answers in the process of a rank, each connection in a thread of its own. The clocks say which version a worker's next minibatch
 has; then its stages pull just that version from all servers. They keep a version as long as somebody may ask for it.
+
+Checkpoints of virtual workers: servers' values of a whole version, and what each worker has beside it.
+
+A folder with one file for each server and each stage, and a manifest that is written last. Nothing in them is unpickled but tensors.
 """
 
 from __future__ import annotations

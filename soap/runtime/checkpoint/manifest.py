@@ -2,6 +2,9 @@
 
 Torch's own index of a checkpoint is a pickle, which could run code. It is written for other tools and never read here. No torch in this
 module.
+
+Folders of checkpoints, which exist as a whole or not at all: written under a temporary name, then renamed (docs/internals/runtime.md,
+*Checkpoints*). No torch here: commands look into folders before they start anything.
 """
 
 from __future__ import annotations

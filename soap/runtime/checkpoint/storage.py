@@ -2,6 +2,8 @@
 
 Files and index are those of that library's own writer, so its tools can read them. We read by our manifest, and each chunk with torch's
 weights-only unpickler. A chunk has at most ``CHUNK_BYTES``, because a rank that needs a part of a chunk reads all of it.
+
+A trainer's parameters and buffers in full, gathered on rank 0, and written as safetensors for other programs.
 """
 
 from __future__ import annotations
@@ -44,9 +46,8 @@ from soap.runtime.checkpoint.manifest import (
 )
 from soap.runtime.comm import signs
 from soap.runtime.sync.shards import gather_regions
-from soap.weights.places import check_place_of_weights
-from soap.weights.seam import Kind
-from soap.weights.writing import require_writable, write_weights
+from soap.weights.fitting import Kind
+from soap.weights.safetensors_files import check_place_of_weights, require_writable, write_weights
 
 if TYPE_CHECKING:
     from soap.runtime.trainer import Trainer

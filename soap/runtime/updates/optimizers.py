@@ -1,6 +1,11 @@
 """How parameters are updated: which optimizer has which parameters, with which options, whatever way a plan cuts them.
 
 The optimizers of the command line are here too; ``soap-profile`` measures the updates of these.
+
+Schedules of learning rates and other options, stepped once per update, and their state in checkpoints.
+
+The state is saved as plain JSON, so that loading unpickles nothing. Values that JSON does not have (tuples, counters, mappings with number
+keys) are saved with their kind.
 """
 
 from __future__ import annotations

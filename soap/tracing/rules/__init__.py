@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import soap.tracing.rules.attention
 import soap.tracing.rules.complex
-import soap.tracing.rules.embedding
 import soap.tracing.rules.experts
 import soap.tracing.rules.index
 import soap.tracing.rules.linear
@@ -13,9 +12,7 @@ import soap.tracing.rules.norm
 import soap.tracing.rules.random
 import soap.tracing.rules.recurrent
 import soap.tracing.rules.reduce
-import soap.tracing.rules.resample
 import soap.tracing.rules.shape
-import soap.tracing.rules.state
 import soap.tracing.rules.windows  # noqa: F401
 from soap.tracing.rules.notation import registered, tiled
 

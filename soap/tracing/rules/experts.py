@@ -1,6 +1,6 @@
 """Products of rows with the matrix of the expert to which each row belongs: mixtures of experts. Each row names its expert, so a tile may
-have any rows and any experts (``soap.tracing.experts`` brings programs into this form, ``soap.tracing.forms`` single calls). The product is
-a registered operator of torch's kind, because how many rows an expert has is known only when it runs."""
+have any rows and any experts (``soap.tracing.rewriting`` brings programs into this form, ``soap.tracing.forms`` single calls). The product
+is a registered operator of torch's kind, because how many rows an expert has is known only when it runs."""
 
 from __future__ import annotations
 

@@ -8,6 +8,13 @@ run a tile of it. ``einsum`` notation covers most rules in one line::
 
 Tokens: a letter or word is a factor; ``*b`` is any number of leading factors; ``[x]`` is a dimension that is needed whole; ``^x`` is a
 factor of which the size in this operand may be 1 (broadcast). Dimensions of size 1 never become factors.
+
+The registry of operator rules: from an ATen call to what may be split in it.
+
+Adding an operator is one line (``register("aten.linear", einsum…)``) or one small function decorated with ``@rule("aten.name", …)``. A name
+covers all overloads; ``aten.name.overload`` covers one and wins. A rule raises ValueError or NotImplementedError for a form of the
+operator that it does not describe. Calls without a rule but with ATen's ``pointwise`` tag follow broadcasting; any other call is kept
+whole.
 """
 
 from __future__ import annotations
