@@ -73,7 +73,7 @@ def synchronization_text(lines: Sequence[Mapping[str, Any]], predicted_ns: int) 
     rows = [("parameter", "synchronization", "if it were all-reduced")]
     for line in lines[:MOST_ROWS]:
         cost = _otherwise(line["all_reduced_ns"], line["all_reduced_overflow_bytes"], predicted_ns)
-        inputs.append((line["parameter"], sync_text(line), cost))
+        rows.append((line["parameter"], sync_text(line), cost))
     return _table("why parameters are synchronized as they are", rows, len(lines))
 
 
@@ -96,7 +96,7 @@ def unkept_text(lines: Sequence[Mapping[str, Any]], predicted_ns: int) -> str:
     for line in lines[:MOST_ROWS]:
         said = ", ".join(f"{count} {way}" for way, count in Counter(line["operators"].values()).most_common())
         kept = _otherwise(line["kept_ns"], line["kept_overflow_bytes"], predicted_ns)
-        inputs.append((_runs([*line["operators"]], line["runs"]), said, kept))
+        rows.append((_runs([*line["operators"]], line["runs"]), said, kept))
     return _table("why operators are recomputed or offloaded", rows, len(lines))
 
 

@@ -374,7 +374,7 @@ def _times(report: Mapping[str, Any], name: str) -> str:
             continue
         lacking = cost["overflow_bytes"]
         lacks = f" (does not fit: {format_bytes(lacking)} missing)" if lacking else ""
-        inputs.append((baseline, milliseconds(cost["predicted_ns"]), speed_up(cost["predicted_ns"], predicted_ns) + lacks))
+        rows.append((baseline, milliseconds(cost["predicted_ns"]), speed_up(cost["predicted_ns"], predicted_ns) + lacks))
     asked = f"  not simulated, as each takes seconds or more: {', '.join(left_out)} (soap-simulate --builtin NAME; what fits: --fits)"
     return "\n".join([left_last(rows), *([asked] if left_out else []), f"  {name}: {range_text(report['range'])}"])
 

@@ -140,12 +140,12 @@ def clusters_text(candidates: Sequence[Candidate], objective: str) -> str:
     chosen = best_of(candidates, objective)
     for one in candidates:
         if one.outcome is None:
-            inputs.append((one.spec, "-", "-", "-", "-", "-", one.problem if one.problem == NOT_SEARCHED else "nothing fits into memory"))
+            rows.append((one.spec, "-", "-", "-", "-", "-", one.problem if one.problem == NOT_SEARCHED else "nothing fits into memory"))
             continue
         own = plan_summary.throughput_document(one.outcome.throughput)
         rate, cost = own["samples_per_second"], own["cost_per_million_samples"]
         unknown = "no price" if one.topology.price is None else "-"
-        inputs.append(
+        rows.append(
             (
                 one.spec,
                 milliseconds(one.outcome.time_ns),

@@ -10,6 +10,7 @@ from soap.cli import compressing, explanation, plan_summary, verification
 from soap.cli.first_measuring import Measured
 from soap.cli.plain_text import milliseconds
 from soap.search.deciding import FASTEST, Answer
+from soap.search.starts import BASELINE
 from soap.strategy.compression import Compression
 from soap.strategy.config import SyncConfig
 from soap.strategy.sync import saving_memory
@@ -138,7 +139,7 @@ def _saving(outcome: api.SearchOutcome) -> dict[str, Any]:
 def _saving_text(saving: Mapping[str, Any], choices: Sequence[SyncConfig]) -> str:
     allowed = ", ".join(sync.word for sync in choices[:-1]) + f" or {choices[-1].word}"
     lacking = format_bytes(saving["data_parallel_lacks_bytes"])
-    why = f"{plan_summary.BASELINE} lacks {lacking} of memory, so that devices may share parameters' states or values ({allowed})"
+    why = f"{BASELINE} lacks {lacking} of memory, so that devices may share parameters' states or values ({allowed})"
     if not saving["parameters"]:
         return f"{why}: none is, as this plan fits without it and is faster"
     return f"{why}: {saving['parameters']} of {saving['of']} are, by {' and '.join(saving['methods'])}"
