@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from benchmarks import two_speeds, wsp, wsp_convergence
 from benchmarks.wsp_replay import WORKERS, Minibatch, Replay, Rule
 from soap import api
-from soap.cli.worker_run import rate_of
+from soap.cli.stale_run import rate_of
 from soap.cluster.emulated import device_cores
 from soap.emulation.hosts import host_limits
 from soap.measure.this_machine import cpu_cores

@@ -13,7 +13,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -51,6 +51,12 @@ class UsageError(SoapError):
     """Options that are valid by themselves but not together."""
 
     exit_code = USAGE_EXIT_CODE
+
+
+def refuse_given(args: argparse.Namespace, names: Iterable[str], said: str) -> None:
+    """UsageError for the first of these options, by their names in ``args``, that was given: it, and what is ``said`` of it."""
+    if (option := next((f"--{name.replace('_', '-')}" for name in names if getattr(args, name, None)), None)) is not None:
+        raise UsageError(f"{option} {said}")
 
 
 class Parser(argparse.ArgumentParser):

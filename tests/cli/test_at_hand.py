@@ -15,9 +15,8 @@ import pytest
 
 import soap
 from soap import api
-from soap.cli import at_hand, first_measuring, links, measuring, verification, wanted
-from soap.cli.at_hand import Wish, wish
-from soap.cli.first_measuring import DEFAULT_S, LINKS_SHARE, measure_first
+from soap.cli import first_measuring, links, measuring, verification, wanted
+from soap.cli.first_measuring import DEFAULT_S, LINKS_SHARE, Wish, measure_first, wish
 from soap.cli.search import main
 from soap.cli.verification import ASKED_S, DEFAULT_FINALISTS
 from soap.cli.wanted import Wanted
@@ -283,7 +282,7 @@ USUAL = Wish(DEFAULT_S, DEFAULT_FINALISTS)
 def test_where_the_machines_are_at_hand(
     cluster: str, profile_s: float | None, finalists: int | None, costs: CostSource, expected: Wish, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(at_hand, "require_support", lambda: None)
+    monkeypatch.setattr(first_measuring, "require_support", lambda: None)
     assert wish(yaml_file.load_cluster(cluster), profile_s, finalists, costs) == expected
     as_rank(monkeypatch, 0, 2)
     assert wish(yaml_file.load_cluster(cluster), None, None, costs) == Wish()
@@ -293,13 +292,13 @@ def test_hosts_that_cannot_be_emulated_are_said_once(monkeypatch: pytest.MonkeyP
     def missing() -> None:
         raise RuntimeFailure("--emulate makes network namespaces, for which one has to be root")
 
-    monkeypatch.setattr(at_hand, "require_support", missing)
+    monkeypatch.setattr(first_measuring, "require_support", missing)
     topology = yaml_file.load_cluster(HOSTS)
     why = "nothing is measured or run: --emulate makes network namespaces, for which one has to be root"
     assert wish(topology, None, None, "auto") == Wish(problem=why)
     assert wish(topology, 0.0, 0, "auto") == Wish()
     with pytest.raises(RuntimeFailure, match="has to be root"):
-        at_hand.check_asked(HOSTS, 5.0, None, "auto")
+        first_measuring.check_asked(HOSTS, 5.0, None, "auto")
 
 
 @pytest.mark.parametrize(
