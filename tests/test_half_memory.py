@@ -24,16 +24,6 @@ RUNS = (
 CELL = Cell("emulated-gpt", 20 * MIB, 10 * MIB, RUNS, 0.02, "a box")
 
 
-def cells_of(line: str) -> list[str]:
-    return [cell.strip() for cell in line.strip("|").split("|")]
-
-
-def test_lines_say_errors_ranks_and_shares_of_the_limit() -> None:
-    lines = [cells_of(line) for line in half_memory.lines(CELL)]
-    assert lines[0] == ["emulated-gpt", FOUND, "95.0", "100.0", "-5.0%", "4.0%", "1", "9.00 MiB", "8.00 MiB", "80%"]
-    assert [line[6] for line in lines] == ["1", "3", "2"] and {len(line) for line in lines} == {len(half_memory.HEAD)}
-
-
 def test_a_conclusion_says_whether_the_found_plan_is_the_best_and_fits() -> None:
     said = half_memory.conclusion(CELL)
     assert "10.0 MiB of 20.0 MiB: the found plan is the measured best of 3 that fit: " in said
