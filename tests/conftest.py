@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from soap.files import cache_folder
+from tests import made_up_machine
 from tests.extent import load_profile
 from tests.kept_models import CACHE, keep_zoo_models
 
@@ -42,6 +43,7 @@ def pytest_configure(config: pytest.Config) -> None:
             (kept / "machine_code").mkdir(parents=True, exist_ok=True)
             Path(os.environ[CACHE], "soap").mkdir()
             Path(os.environ[CACHE], "soap", "machine_code").symlink_to(kept / "machine_code")
+        made_up_machine.keep()
         config.add_cleanup(forget_cache)
     # Tests keep both cores busy while one of them measures this machine; commands that are started say so otherwise. The first filter is
     # what a launcher sets for its ranks.
