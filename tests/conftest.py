@@ -6,6 +6,7 @@ A test tells by ``record_property("tally", [table, row, number])``; the summary 
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -36,6 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """What is kept of this machine for its user (measured rates and profiles) is neither read nor changed: tests have a cache folder of
     their own, which all their processes share. Machine code alone is the user's: it takes minutes to make."""
     load_profile()
+    gc.disable()  # until all tests are collected, a third of which it takes otherwise
     if CACHE not in os.environ:
         kept = cache_folder()
         os.environ[CACHE] = os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="soap-tests-")
@@ -60,6 +62,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
     files = {item.path for item in on_ranks}
     items.sort(key=lambda item: item.path not in files)
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests stay to the end: the collector of garbage need not look through them again and again."""
+    gc.freeze()
+    gc.enable()
 
 
 def forget_cache() -> None:
