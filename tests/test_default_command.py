@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from math import exp, inf, log
 from pathlib import Path
 from statistics import NormalDist, median, pvariance
@@ -54,16 +53,6 @@ def test_a_cell_s_plan_stands_beside_both_kinds_of_data_parallelism() -> None:
     assert kept.over_ours == SAME
     assert kept.over_peer == pytest.approx((0.9,) * 3)  # our data parallelism itself
     assert cell().over_peer is None
-
-
-def test_predicted_times_and_gains_stand_beside_measured_ones() -> None:
-    own = cell(found=54, peer=90, usual=109)
-    assert own.times == [Foreseen(USUAL, 109.0 * MS, DRAWS), Foreseen(FOUND, 54.0 * MS, tuple(d // 2 for d in DRAWS))]
-    assert own.times[0].between(0.8) == (92.0 * MS, 108.0 * MS)
-    assert [one.inside(0.8) for one in own.times] == [False, True]
-    assert own.times[0].inside(0.9)
-    assert own.gain == Foreseen(FOUND, pytest.approx(109 / 54), (2.0,) * 21)
-    assert cell().gain is None
 
 
 CELLS = [
@@ -132,51 +121,6 @@ def test_cells_come_back_as_they_were(tmp_path: Path) -> None:
     default_cells.write(file, CELLS)
     assert default_cells.read(file) == CELLS
     assert default_cells.read(tmp_path / "none.json") == []
-
-
-def spoiled(change: str) -> str:
-    document: dict[str, Any] = {"version": 1, "cells": [json.loads(json.dumps(vars(cell(found=90, peer=100))))]}
-    own = document["cells"][0]
-    if change == "version":
-        document["version"] = 2
-    elif change == "time":
-        own["times_ns"][FOUND][0] = 0
-    elif change == "plan":
-        own["differs"] = False
-    elif change == "rounds":
-        own["times_ns"][PEER].append(1)
-    elif change == "mode":
-        own["mode"] = "quick"
-    return json.dumps(document) if change != "text" else "[" * 100_000
-
-
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        ("version", "version: 1 was expected"),
-        ("time", "cells/0/times_ns/found/0: 0 is less than the minimum of 1"),
-        ("plan", "times_ns of data_parallel, found; expected data_parallel"),
-        ("rounds", "times_ns of different lengths"),
-        ("mode", "cells/0/mode: 'quick' is not one of"),
-        ("text", "are no JSON"),
-    ],
-)
-def test_files_of_another_kind_are_refused_in_one_line(
-    change: str, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "results.json"
-    file.write_text(spoiled(change))
-    for main, arguments in (
-        (default_page.main, [str(file), str(tmp_path / "page.md")]),
-        (coverage.main, [str(file), "--write", str(tmp_path / "page.md")]),
-        (default_command.main, ["--results", str(file), "--models", "t5"]),
-    ):
-        with pytest.raises(SystemExit) as stopped:
-            main(arguments)
-        assert stopped.value.code == 2
-        assert expected in capsys.readouterr().err.splitlines()[-1]
-    assert file.read_text() == spoiled(change)
-    assert sorted(tmp_path.iterdir()) == [file]
 
 
 def test_a_strategy_that_the_command_names_is_the_one_it_kept() -> None:
