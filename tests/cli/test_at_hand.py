@@ -77,7 +77,7 @@ class MadeUp:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> MadeUp:
-    use_own_store(CLUSTER, monkeypatch, tmp_path_factory)
+    use_own_store(monkeypatch, tmp_path_factory)
     found = MadeUp()
     monkeypatch.setattr(first_measuring, "_links", found.measure_links)
     monkeypatch.setattr(first_measuring, "_computations", found.measure_computations)
@@ -229,7 +229,7 @@ def test_ctrl_c_while_verifying_leaves_what_was_chosen(made: MadeUp, tmp_path: P
 def test_a_model_too_large_for_this_machine_is_neither_measured_nor_run(
     tmp_path: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    use_own_store(CLUSTER, monkeypatch, tmp_path_factory)
+    use_own_store(monkeypatch, tmp_path_factory)
     monkeypatch.setattr(first_measuring, "_links", lambda *_: 0)
     monkeypatch.setattr(wanted, "free_memory_bytes", lambda: 1000)
     assert search(tmp_path / "s.json", "--verify", "0") == 0
@@ -318,7 +318,7 @@ def test_what_cannot_be_asked_for(options: list[str], code: int, words: list[str
 def test_it_really_measures_and_runs(
     tmp_path: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    use_own_store(CLUSTER, monkeypatch, tmp_path_factory)
+    use_own_store(monkeypatch, tmp_path_factory)
     keep(topology := soap.load_cluster(CLUSTER), slower=1.0)  # half a minute's measuring, which test_links has
     monkeypatch.setattr(first_measuring, "LEAST_VALUE", -1.0)  # never sure before anything is measured
     (place,) = environments(topology).values()

@@ -39,7 +39,7 @@ GPU = GPUS.devices[0].type.name
 @pytest.fixture(autouse=True)
 def own_store(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Each test begins with an empty store; this machine's rates are measured once for all."""
-    use_own_store("local:2", monkeypatch, tmp_path_factory)
+    use_own_store(monkeypatch, tmp_path_factory)
 
 
 def todays_hash(topology: Topology = GPUS, optimizer_states: int = 0) -> str:

@@ -33,7 +33,7 @@ SLOW = pytest.mark.slow
 
 @pytest.fixture(autouse=True)
 def own_store(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    use_own_store(LOCAL, monkeypatch, tmp_path_factory)
+    use_own_store(monkeypatch, tmp_path_factory)
 
 
 def saved(folder: Path, cluster: str, name: str = "model_parallel") -> str:
