@@ -21,7 +21,6 @@ from soap.cli.updating import Updating, imported
 from soap.errors import ModelError, SoapError, SoapWarning
 from soap.files import read_text, reason, write_text_atomically
 from soap.runtime.checkpoint.manifest import check_place, complete, read_manifest, require_optimizer, resolve
-from soap.weights.safetensors_files import check_place_of_weights
 
 if TYPE_CHECKING:
     from soap.cli.training import Job, Outcome
@@ -70,6 +69,8 @@ def chosen(args: argparse.Namespace) -> Checkpoints:
     if args.save is not None:
         check_place(args.save, step)
     if args.save_weights is not None:
+        from soap.weights.safetensors_files import check_place_of_weights  # loads torch
+
         check_place_of_weights(Path(args.save_weights))
     return Checkpoints(None if resume is None else str(resume), step, seed, args.save, args.save_every, args.keep, args.save_weights)
 

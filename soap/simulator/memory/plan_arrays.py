@@ -1,13 +1,14 @@
 """A plan as arrays, for what is worked out of all its parts at once: who makes, holds, reads and sends which bytes.
 
 Each table is a named tuple of columns, one row for a tile, a holding, a piece and so on; rows refer to each other by their numbers, which
-count all operators' rows. Most of it depends on an operator's delivery alone (``plan.delivery.Delivery``), and is worked out once for all that are like it.
+count all operators' rows. Most of it depends on an operator's delivery alone (``plan.delivery.Delivery``), and is worked out once for
+all that are like it.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import Any, NamedTuple, get_type_hints
 from weakref import WeakKeyDictionary
