@@ -156,6 +156,6 @@ def space_of(space: Space, start: Start | None) -> Space | None:
     )  # fmt: skip
     for feature in FEATURES:
         sets = space.by_field.get(feature.field, ())
-        own = [each for each in sets if not feature.repeats or all(cut.may_repeat(one.position) for one in each)]
-        found = found.with_sets(feature.field, own)
+        some = (each for each in sets if not feature.repeats or all(cut.may_repeat(one.position) for one in each))
+        found = found.with_sets(feature.field, some)
     return found

@@ -176,9 +176,9 @@ class _Lowering:
 
     def places(self, order: Sequence[int]) -> TaskPlaces:
         """Which task is for what. ``order``: by task, where it is in the end."""
-        rows = {name: {tile: order[task] for tile, task in own.items()} for name, own in self._second.rows.items()}
-        found: tuple[Mapping[Any, int], ...] = (self._brought, self._returned, *self._sums)
-        return TaskPlaces(*({key: order[task] for key, task in each.items()} for each in found), rows=rows)
+        found: tuple[Mapping[Any, int], ...] = (self._brought, self._returned, *self._sums, *self._second.rows.values())
+        brought, returned, summed, back, *rows = ({key: order[task] for key, task in each.items()} for each in found)
+        return TaskPlaces(brought, returned, summed, back, dict(zip(self._second.rows, rows, strict=True)))
 
     def _backward_tiles(self, position: int) -> None:
         arrivals: dict[int, list[int]] = {}
