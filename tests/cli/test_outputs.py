@@ -45,7 +45,7 @@ NO_PATHS = {"GLOB", "KIND", "FIELD", "ADDRESS", "NAMES"}
 def commands() -> Iterator[tuple[str, list[str], Parser, Main]]:
     """Each command's name, the words it begins with, its parser and its entry point."""
     for name, place in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"].items():
-        module = importlib.import_module(place.partition(":")[0])
+        module = importlib.import_module(f"soap.cli.{place.partition(':')[2]}")
         yield name, [], module.make_parser(), module.main
     for verb, (make, _) in profile.VERBS.items():
         yield f"soap-profile {verb}", [verb], make(), profile.main
