@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -29,13 +29,14 @@ _DIGITS = Annotated[str, Schema(pattern=r"^[0-9a-fA-F]{1,16}\Z", description="1 
 _TEXT = Annotated[str, Schema(pattern=r"^[^\t\r\n]*\Z", description="text without tabs and line breaks")]
 _ANY = {"name": Name, "kind": str, "count": Annotated[int, Schema(minimum=1, maximum=MOST_COLUMNS)]}
 _INDEXED = {"min_count": Annotated[int, Schema(minimum=1, maximum=2**62)], "dictionary": Name}
-_FIELDS: dict[str, dict[str, Any]] = {
+_FIELDS: Mapping[str, Mapping[str, Any]] = {
     "label": {"missing": _WHOLE},
     "integer": {"missing": _WHOLE, "log1p": bool},
     "hex": {"missing": _DIGITS, "modulus": Annotated[int, Schema(minimum=1, maximum=2**31 - 1)], **_INDEXED},
     "string": {"missing": _TEXT, **_INDEXED},
 }
 """Fields of each kind with their types, beside those of any."""
+_ENTRIES = {kind: record(("count", *own), **_ANY, **own) for kind, own in _FIELDS.items()}
 _MISSING = {"hex": "0", "string": ""}
 """What an empty category stands for, if nothing is said."""
 
@@ -156,7 +157,7 @@ def _columns(entry: Any) -> list[Column]:
     digit = isinstance(entry, dict) and kind == "hex" and type(given := entry.get("missing")) is int and 0 <= given <= 9
     if digit:  # of longer ones YAML does not say how they were written: 0x10 and 020 are 16
         entry = {**entry, "missing": str(given)}
-    found = read_as(record(("count", *_FIELDS[kind]), **_ANY, **_FIELDS[kind]), entry)
+    found = read_as(_ENTRIES[kind], entry)
     name, count = found.pop("name"), found.pop("count", 0)
     names = [f"{name}{i + 1}" for i in range(count)] if count else [name]
     found = {"missing": _MISSING.get(kind, 0), **found}

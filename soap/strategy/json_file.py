@@ -14,7 +14,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import repeat
 from math import prod
 from typing import Annotated, Any
@@ -69,6 +69,7 @@ def schema(version: int = VERSION) -> dict[str, Any]:
     return about | schema_of(_document(version))
 
 
+@cache
 def _document(version: int) -> Any:
     """A document of one version of the format."""
     more = {} if version == 1 else option_kinds(Strategy, _APART)
@@ -202,37 +203,33 @@ def load_contents(text: str) -> StrategyContents:
     syncs = {name: _sync(name, entry, sparse=False) for name, entry in document.get("parameters", {}).items()}
     syncs = {name: sync for name, sync in syncs.items() if sync != SyncConfig()}
     options = whole_options(Strategy({}, **given_options(Strategy, document, _APART)))
-    return StrategyContents(header, operators, syncs, options, document.get("record", {}), int(document["version"]))
+    return StrategyContents(header, operators, syncs, options, document.get("record", {}), document["version"])
 
 
 def _contents_of(name: str, entry: Mapping[str, Any], numbers: Mapping[str, int], room: int) -> OperatorEntry:
     """An operator's entry. ``numbers``: device name -> number. ``room``: how many tiles the file may still have."""
-    degrees = {factor: int(degree) for factor, degree in entry.get("degrees", {}).items() if degree > 1}
+    degrees = {factor: degree for factor, degree in entry.get("degrees", {}).items() if degree > 1}
+    config = _read_config(name, entry, [*degrees.values()], numbers, room)
+    return OperatorEntry(entry["kind"], entry["sizes"], degrees, config.devices, written_options(config))
+
+
+def _read_config(name: str, entry: Mapping[str, Any], degrees: Sequence[int], numbers: Mapping[str, int], room: int) -> OpConfig:
+    """The configuration of an operator's entry, with these degrees."""
     more = given_options(OpConfig, entry)
-    tiles = prod(degrees.values()) * more.get("replicas", 1)
-    _check_room(name, tiles, room)
-    try:
-        devices = expand_devices(entry["devices"], numbers, tiles)
-    except StrategyError as cause:
-        raise StrategyError(f"operator {short(name)}: {cause}") from None
-    if len(devices) != tiles:
-        raise StrategyError(f"operator {short(name)}: {len(devices)} devices for {tiles} tiles; expected one per tile")
-    options = written_options(OpConfig(tuple(degrees.values()), devices, **more))
-    return OperatorEntry(entry["kind"], {factor: int(size) for factor, size in entry["sizes"].items()}, degrees, devices, options)
-
-
-def _header(document: Mapping[str, Any]) -> StrategyHeader:
-    model, cluster = document["model"], document["cluster"]
-    return StrategyHeader(
-        model["name"], model["hash"], int(model["operators"]), cluster["name"], cluster["hash"], tuple(cluster["devices"])
-    )
-
-
-def _check_room(name: str, tiles: int, room: int) -> None:
+    tiles = prod(degrees) * more.get("replicas", 1)
     if tiles > room:
         raise StrategyError(
             f"operator {short(name)}: {tiles} tiles; expected at most {MAX_TILES} in the whole strategy; lower the degrees"
         )
+    try:
+        return OpConfig(tuple(degrees), expand_devices(entry["devices"], numbers, tiles), **more)
+    except StrategyError as cause:
+        raise StrategyError(f"operator {short(name)}: {cause}") from None
+
+
+def _header(document: Mapping[str, Any]) -> StrategyHeader:
+    model, cluster = document["model"], document["cluster"]
+    return StrategyHeader(model["name"], model["hash"], model["operators"], cluster["name"], cluster["hash"], cluster["devices"])
 
 
 def compact_devices(devices: Sequence[int]) -> list[int | str]:
@@ -332,7 +329,7 @@ def _sync(name: str, entry: Mapping[str, Any], *, sparse: bool) -> SyncConfig:
         if "sync" not in entry:
             return SyncConfig(**given_options(SyncConfig, entry))
         within: Within = "host" if entry.get("local_aggregation", False) else "none"
-        return worded(entry["sync"], int(entry.get("partitions", 1)), within, sparse=sparse)
+        return worded(entry["sync"], entry.get("partitions", 1), within, sparse=sparse)
     except StrategyError as cause:
         raise StrategyError(f"parameter {short(name)}: {cause}") from None
 
@@ -378,8 +375,7 @@ def _parse(text: str) -> dict[str, Any]:
 
 def _config(op: Operator, entry: Mapping[str, Any], numbers: Mapping[str, int], room: int) -> OpConfig:
     """An operator's configuration from its entry. ``room``: how many tiles the file may still have."""
-    degrees = {name: int(degree) for name, degree in entry.get("degrees", {}).items()}
-    names = [factor.name for factor in op.factors]
+    degrees, names = entry.get("degrees", {}), [factor.name for factor in op.factors]
     for name in degrees:
         if name not in names:
             raise StrategyError(f"operator {op.name!r} has no factor {short(name)}; expected {one_of(str(name), names)}")
@@ -389,13 +385,6 @@ def _config(op: Operator, entry: Mapping[str, Any], numbers: Mapping[str, int], 
                 f"operator {op.name!r}: degree {degrees[factor.name]} of factor {factor.name!r} exceeds its size {factor.size}; "
                 "lower the degree"
             )
-    split, more = tuple(degrees.get(name, 1) for name in names), given_options(OpConfig, entry)
-    tiles = prod(split) * more.get("replicas", 1)
-    _check_room(op.name, tiles, room)
-    try:
-        config = OpConfig(split, expand_devices(entry["devices"], numbers, tiles), **more)
-        check_config(op, config, len(numbers))
-    except StrategyError as cause:
-        message = str(cause)
-        raise StrategyError(message if message.startswith("operator ") else f"operator {op.name!r}: {message}") from None
+    config = _read_config(op.name, entry, [degrees.get(name, 1) for name in names], numbers, room)
+    check_config(op, config, len(numbers))
     return config
