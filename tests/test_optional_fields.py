@@ -51,6 +51,7 @@ def _added(monkeypatch: pytest.MonkeyPatch) -> None:
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, value)
     monkeypatch.setattr(config, "_USUAL_SYNC", NewSyncConfig())  # of parameters without an entry
+    monkeypatch.setattr(json_file, "_document", json_file._document.__wrapped__)  # not those that were made before
 
 
 def new(**values: Any) -> NewStrategy:
