@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Literal
 
 from soap.model.graph import Operator, OperatorGraph
+from soap.schedules.table import WEIGHTS
 
 Half = Literal["I", "W"]
 
@@ -22,6 +23,11 @@ def halves(graph: OperatorGraph, op: Operator) -> tuple[Half, ...]:
     weights = any(graph.tensors[operand.tensor].requires_grad for operand in op.parameters)
     inputs = any(graph.tensors[operand.tensor].requires_grad for operand in op.inputs)
     return ("I", "W") if inputs and weights else ("W",) if weights else ("I",)
+
+
+def weights_share(graph: OperatorGraph, op: Operator) -> str:
+    """Among which gradients of weights those of an operator are (``schedules.table``)."""
+    return WEIGHTS[0]
 
 
 def is_divided(graph: OperatorGraph, op: Operator) -> bool:
