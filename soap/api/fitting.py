@@ -53,7 +53,7 @@ SECONDS = 9.0
 """No way but the first is begun that is not expected to be over after so many seconds of a core. What else the machine does changes no
 answer."""
 TILE_SECONDS = 3e-4
-"""What it takes to play a tile in full, at least: 0.3 to 0.5 ms of a core where two copies do not do (Intel Xeon, 2026-11-27)."""
+"""Seconds that it takes to play a tile in full, at least: 0.3 to 0.5 ms of a core where two copies do not do (Intel Xeon, 2026-11-27)."""
 TO_FIT = 0.6
 """When more than this share of the time is over, it is not found out how little has to be recomputed for a way to fit."""
 BY_SAVINGS = ("fsdp", "hsdp", "zero1")
@@ -172,7 +172,7 @@ class _Ways:
         self._names = sorted((own for own in names if again or {RECOMPUTE, SELECTIVE}.isdisjoint(own.split(JOIN))), key=_by_savings)
 
     def found(self) -> Fit:
-        """What was asked about, and the ways."""
+        """The outcome: what was asked about, and the ways."""
         candidates, played = list[_Candidate](), list[Way]()
         try:
             self._look(candidates, played)
@@ -249,7 +249,7 @@ class _Ways:
         return found
 
     def _looked_at(self, name: str, strategy: Strategy) -> _Candidate:
-        """What the compiled simulator says of a strategy, if it is there."""
+        """A strategy with the time that the compiled simulator, if it is there, finds for it."""
         return _Candidate(name, strategy, 0 if self._evaluator is None else self._evaluator.makespan_ns(strategy))
 
     def _to_fit(self, candidates: Sequence[_Candidate]) -> list[Way]:
@@ -332,7 +332,7 @@ class _Ways:
         return found
 
     def _closest(self, candidates: Sequence[_Candidate], played: Sequence[Way]) -> Way:
-        """What lacks least, if nothing fits: among what was played, and the way that is known to lack least."""
+        """The way that lacks least, if nothing fits: among what was played, and the way that is known to lack least."""
         nearest = min((own for own in candidates if own.name in self._shares), key=lambda own: self._shares[own.name], default=None)
         late = nearest is None or self._spent(1, self._expected_s(nearest.strategy))
         further = [] if nearest is None or late else [_way(self._simulator, nearest.name, nearest.strategy)]

@@ -68,7 +68,7 @@ from soap.time_limit import TimeIsUp, TimeLimit
 TEMPERED_PROPOSALS, MAX_TEMPERED = 4000, 4
 DESCENT_SHARE, DESCENT_PROPOSALS = 0.5, 300
 CLIMB_SHARE = 0.2
-"""Of a pipeline's part of the budget, for each of the two descents by its moves."""
+"""Share of a pipeline's part of the budget for each of the two descents by its moves."""
 MAX_IDLE_MOVES = 1000
 """After so many moves without effect in a row a phase ends: nothing is left to propose."""
 

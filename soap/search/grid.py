@@ -29,7 +29,7 @@ from soap.strategy.tensor_parallel_chains import find_chains
 MOST_STAGES = 8
 MOST_EVALUATED = 12
 MOST_TILES = 2**20
-"""Of all that are simulated together, but for the first one: 2^18 take 4 to 8 s of a core."""
+"""All that are simulated together, but for the first one, have at most so many tiles: 2^18 take 4 to 8 s of a core."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ def pipelines_may_pay(topology: Topology, found: Sequence[Mixture], at_most_ns: 
 
 
 def _widths(graph: OperatorGraph, topology: Topology) -> list[int]:
-    """Of groups that split matrices: divisors of the devices of a host that find something to split, and 1."""
+    """Widths of groups that split matrices: divisors of the devices of a host that find something to split, and 1."""
     several = len({topology.devices[device].host for device in topology.workers}) < len(topology.workers)
     host, chains = tensor_parallel_width(topology) if several else 1, find_chains(graph)
     return [1, *(n for n in range(2, host + 1) if host % n == 0 and any(chain.width(graph, n) > 1 for chain in chains))]
@@ -92,7 +92,7 @@ def _parts(most: int, stages: int) -> list[int]:
 
 
 def _name(tensor: int, stages: int, parts: int, *, owned: bool, again: bool) -> str:
-    """Of a mixture. Values are owned in parts only where each is gathered once a pass: not in micro-batches."""
+    """Name of a mixture. Values are owned in parts only where each is gathered once a pass: not in micro-batches."""
     name = f"{SEQUENCE_PARALLEL if tensor > 1 else MEGATRON}{WIDTH}{tensor}" + f"{STAGES}{stages}" * (stages > 1)
     for added in ("zero1" if parts > 1 else "fsdp") * owned, RECOMPUTE * again, f"{MICRO_BATCHES}{WIDTH}{parts}" * (parts > 1):
         name = on_top(name, added) if added else name
@@ -101,8 +101,8 @@ def _name(tensor: int, stages: int, parts: int, *, owned: bool, again: bool) -> 
 
 @dataclass(frozen=True, slots=True)
 class _Figures:
-    """Of one device under tensor parallelism, with all samples of its group: times of passes with sums of partial results, and of second
-    runs; bytes of trained parameters, and of what operators keep if none or all runs are recomputed."""
+    """Figures of one device under tensor parallelism, with all samples of its group: times of passes with sums of partial results, and of
+    second runs; bytes of trained parameters, and of what operators keep if none or all runs are recomputed."""
 
     passes_ns: int
     again_ns: int

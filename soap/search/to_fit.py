@@ -25,7 +25,6 @@ MOST_ON_A_LINE = 5
 """Layers that are alike save alike, so a line is right at once, or not at all."""
 
 
-
 class Step(NamedTuple):
     """A run gets this mark (``strategy.kept``): what that saves and costs beyond the step before it, on the device where it is most."""
 

@@ -64,7 +64,7 @@ class FoldedSimulation:
 
     @cached_property
     def peak_by_kind(self) -> tuple[dict[str, int], ...]:
-        """What each device's expected peak is made of, in bytes: values, gradients, states, … (``sweep.peaks_by_kind``)."""
+        """Bytes by kind that each device's expected peak is made of: values, gradients, states, … (``sweep.peaks_by_kind``)."""
         return tuple(self.folding.for_all(peaks_by_kind(self._curves, self._expected)))
 
     @property

@@ -70,7 +70,7 @@ MOST_FOLDINGS = 4
 """And so many foldings."""
 
 DECIDING = tuple(field.name for field in fields(Strategy) if field.name not in ("operators", "prefetch"))
-"""Fields of a strategy that decide about its copies, beside where its operators are."""
+"""Fields of a strategy that decide about its copies, as do the places of its operators."""
 
 Ints = NDArray[np.int64]
 T = TypeVar("T")
@@ -409,5 +409,5 @@ def _hosts(topology: Topology, numbers: Sequence[int]) -> tuple[Host, ...]:
 
 
 def _ways(topology: Topology) -> tuple[object, ...]:
-    """What prices of communication take from the cluster as a whole."""
+    """Figures of the whole cluster that prices of communication follow from."""
     return topology.gpu_library, topology.call_seconds, shortest_chunk_ns(topology)

@@ -1,4 +1,4 @@
-"""What a search asks of a simulator, answered by the compiled one. Successive strategies mostly differ in one operator."""
+"""Answers a search's questions by the compiled simulator. Successive strategies mostly differ in one operator."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MOST_FOLDED = 2
 
 PREFETCH = "prefetch"
 LOADED = tuple(name for name in REST if name != PREFETCH)
-"""What no proposal changes of a strategy."""
+"""Fields of a strategy that no proposal changes."""
 
 Change = tuple[str, OpConfig | SyncConfig | int]
 """An operator's configuration, how a parameter is synchronized, or the prefetch."""
@@ -60,7 +60,7 @@ class IncrementalSimulator:
 
     @property
     def shared(self) -> Shared:
-        """What these engines share with its own."""
+        """The part that these engines share with its own."""
         return self._simulator.shared
 
     @property
@@ -70,7 +70,7 @@ class IncrementalSimulator:
 
     @property
     def training(self) -> PlannedTraining:
-        """What training adds to compressed parameters."""
+        """Settings that training adds to compressed parameters."""
         return self._simulator.training
 
     def makespan_ns(self, strategy: Strategy) -> int:
@@ -180,7 +180,7 @@ class _Holder:
         return min(map(len, self._asked[1]))
 
     def _all_changes(self, strategy: Strategy) -> list[list[Change]]:
-        """What differs from what is held and, if there is a proposal, from that."""
+        """The changes from what is held and, if there is a proposal, from that."""
         known = [self._held] if self._proposed is None else [self._held, self._proposed]
         return [self._changes(own, strategy) for own in known]
 

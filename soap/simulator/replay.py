@@ -18,7 +18,8 @@ from soap.simulator.compiled.groups import DeviceGroups
 from soap.simulator.compiled.handles import blank, handle
 from soap.simulator.compiled.state import NEVER, OTHER, PULLS, SLOTS, WEIGHTS_TILE, State, make_state
 from soap.simulator.compiled.trial import make_trial
-from soap.simulator.memory.played import NONE, Longs, Played
+from soap.simulator.memory.grouped import Longs
+from soap.simulator.memory.played import NONE, Played
 
 
 def replayed(played: Played, topology: Topology) -> tuple[Longs, Longs]:
@@ -35,7 +36,7 @@ def _state(played: Played, first: int) -> State:
     """The tasks as slots, from slot ``first`` on."""
     count, counts = len(played.tile), np.diff(played.waits_ptr)
     successors = np.repeat(np.arange(count), counts)[np.argsort(played.waits, kind="stable")] + first
-    rows = np.append(0, np.cumsum(np.bincount(played.waits, minlength=count))) + count + 1  # where each begins, behind these places
+    rows = np.append(0, np.cumsum(np.bincount(played.waits, minlength=count))) + count + 1  # where each begins, after these places
     arena = np.concatenate((rows, successors, played.held))
     own = make_state(2, 0, 0, first, first + count, len(arena))  # as many operators as the blank graph has
     own.arena[: len(arena)] = arena

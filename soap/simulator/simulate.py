@@ -47,7 +47,7 @@ CACHED_STRATEGIES = 4096
 KEPT_FOLDED = 8
 
 REFUSED_BYTES = 2**60
-"""What searches are told is lacking for a plan by which the training cannot clip: more than any cluster lacks, so it is never taken."""
+"""Lacking, as searches are told, for a plan by which the training cannot clip: more than any cluster lacks, so it is never taken."""
 
 MOST_PLANNED_TILES = 2**16
 """See ``is_planned``."""
@@ -69,7 +69,7 @@ class Simulation:
     optimizer_states: int
 
     def _repr_html_(self) -> str:
-        """What notebooks show."""
+        """HTML for notebooks."""
         return simulation_html(self)
 
     @property
@@ -109,7 +109,7 @@ class Simulation:
 
     @cached_property
     def peak_by_kind(self) -> tuple[dict[str, int], ...]:
-        """What each device's expected peak is made of, in bytes: values, gradients, states, … (``sweep.peaks_by_kind``)."""
+        """Bytes by kind that each device's expected peak is made of: values, gradients, states, … (``sweep.peaks_by_kind``)."""
         return peaks_by_kind(self.memory_over_time, self.peak_bytes)
 
     @cached_property
@@ -119,7 +119,7 @@ class Simulation:
 
     @cached_property
     def host_memory(self) -> tuple[int, ...]:
-        """Bytes that each host holds at most for parameter servers beside accelerators (``hosts.host_use``)."""
+        """Bytes that each host holds at most for accelerators' parameter servers (``hosts.host_use``)."""
         return host_use(self.plan, self.topology, self.optimizer_states)
 
     @property
@@ -192,7 +192,7 @@ class Simulator:
 
     @cached_property
     def shared(self) -> Shared:
-        """What its engines share."""
+        """Everything that its engines share."""
         from soap.simulator.shared import Shared  # imports numba
 
         return Shared(self.graph, self.topology, self.costs, self.training, self.communication)
@@ -283,7 +283,7 @@ class Simulator:
         if folding is not None:
             return overflow_bytes(self.expected_folded(folding, engine), self.topology)
         if not is_planned(strategy):
-            return overflow_bytes(self._bounded(engine), self.topology)
+            return REFUSED_BYTES if self.is_refused(strategy) else overflow_bytes(self._bounded(engine), self.topology)
         plan = self._builder.build(strategy)
         if _is_refused(plan):
             return REFUSED_BYTES
@@ -301,11 +301,11 @@ class Simulator:
         return not overflow_bytes(peaks, self.topology) and not overflow_bytes(self._expected(plan, peaks), self.topology)
 
     def share_of_played(self, strategy: Strategy, engine: Engine, folding: Folding | None = None) -> float:
-        """``peak_share`` of a strategy that an engine holds or proposes; with ``folding`` as two of its copies."""
+        """``peak_share`` of a strategy that an engine holds or proposes (perhaps more if it fits); with ``folding`` as two copies."""
         if folding is not None:
             return self._share(self.expected_folded(folding, engine))
         if not is_planned(strategy):
-            return self._share(self._bounded(engine))
+            return inf if self.is_refused(strategy) else self._share(self._bounded(engine))
         plan = self._builder.build(strategy)
         if _is_refused(plan) or self._lacking_on_hosts(plan):
             return inf
@@ -323,14 +323,14 @@ class Simulator:
         return found
 
     def _expected(self, plan: Plan, peaks: Sequence[int]) -> Sequence[int]:
-        """What is expected on each device at its peak. Where that fits anywhere, the bound for any order is not asked for."""
+        """The peak to expect on each device. Where that fits anywhere, the bound for any order is not asked for."""
         expected = [with_allowance(peak) for peak in peaks]
         if max(expected) <= min(self.topology.memory_limits):
             return expected
         return expected_peaks(peaks, memory_use(plan, self.optimizer_states))
 
     def expected_folded(self, folding: Folding, engine: Engine) -> Sequence[int]:
-        """What is expected on each device of the cluster at its peak, from two copies that an engine holds or proposes; at most, if there
+        """The peak to expect on each device of the cluster, from two copies that an engine holds or proposes; at most, if there
         are too many tiles for a plan."""
         if not is_planned(folding.copies.strategy):
             found = self._bounded(engine)
@@ -339,7 +339,7 @@ class Simulator:
         return folding.for_all(self._expected(plan, self._peaks(plan, engine, folding.topology)))
 
     def _bounded(self, engine: Engine) -> Sequence[int]:
-        """What is expected on each of an engine's devices at its peak at most, without a plan."""
+        """The peak to expect at most on each of an engine's devices, without a plan."""
         from soap.simulator.memory.bound import MemoryBound  # imports numba
 
         return MemoryBound(engine, engine.topology.memory_limits, self.optimizer_states).expected_bytes()

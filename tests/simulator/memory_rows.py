@@ -56,6 +56,7 @@ def arrays_and_spans(own: TaskSpans) -> tuple[PlanArrays, Spans]:
 
     names = [reduce_name(plan.graph.operators[one.operator], one, gradient=True) for one in plan.reductions]
     fields |= both("summed", [own.summed_from(one) for one in plan.reductions]) | both("summed_back", [own.named.get(one) for one in names])
+    del fields["summed_back_end"]
     return arrays, Spans(
         end=own.end_ns,
         again_work_end=np.array([own.second_work.get(tile, (0, NEVER))[1] for tile in tiles], np.int64),

@@ -10,6 +10,7 @@ from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
 from soap.plan.plan import Plan, ShardSync
 from soap.simulator.lowering import PlanBuilder, build_plan, lower
+from soap.simulator.memory.derived import derived
 from soap.simulator.memory.held_parameters import Held, HeldParameters, held_for_syncs
 from soap.simulator.memory.plan_arrays import region_number
 from soap.simulator.reference import simulate
@@ -37,9 +38,9 @@ def test_as_piece_by_piece(case: tuple[OperatorGraph, Topology, Strategy]) -> No
     graph, topology, chosen = case
     tasks = lower(build_plan(graph, chosen, topology), topology, PointCosts())
     own = TaskSpans(tasks, as_run(tasks, simulate(tasks)))
-    _, spans = arrays_and_spans(own)
+    arrays, spans = arrays_and_spans(own)
     one, many = Ledger(tasks.plan, own.end_ns), new_ledger(tasks.plan, spans)
-    values, held = _Values(own, one), HeldParameters(tasks.plan, spans, many)
+    values, held = _Values(own, one), HeldParameters(tasks.plan, spans, derived(arrays, spans), many)
     values.always(2)
     values.synchronized()
     values.updated(2)

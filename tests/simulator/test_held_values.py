@@ -39,10 +39,10 @@ def test_values_are_held_as_tile_by_tile(case: tuple[OperatorGraph, Topology, St
     arrays, spans = arrays_and_spans(own)
     times, found = derived(arrays, spans), new_ledger(plan, spans)
     gone = hold_values(plan, arrays, spans, times, found, played_of(tasks, run.schedule))
-    send_values(plan, arrays, spans, times, found, gone)
+    left = left_by(plan, arrays, spans)
+    send_values(plan, arrays, spans, times, found, gone, left)
     assert rows_of(found) == rows_of(expected)
-    left = left_by(plan, arrays, spans).tolist()
-    assert left == [known_to_have_left(own, arrays, spans, carrier) for carrier in range(len(left))]
+    assert left.tolist() == [known_to_have_left(own, arrays, spans, carrier) for carrier in range(len(left))]
     for kind, there in (("run again", own.second), ("offload", own.away), ("told late", any(one != NEVER for one in left))):
         event(f"some {kind}" if there else f"none {kind}")
 

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from soap.plan.memory_kinds import MemoryKind
 from soap.plan.syncs.gathering import UNDER_WAY
@@ -25,11 +24,10 @@ from soap.simulator.memory.curves import (
     curves_of,
     peaks_of,
 )
-from soap.simulator.memory.grouped import least, most
+from soap.simulator.memory.grouped import Bools, Longs, least, most
 from soap.simulator.memory.transit import NO_STAY, SENT_BYTES, SENT_TENSORS
 
-Longs = NDArray[np.int64]
-Flags = bool | NDArray[np.bool_]
+Flags = bool | Bools
 
 
 class ArrayLedger:
@@ -79,8 +77,8 @@ class ArrayLedger:
         self, device: Any, start_ns: Any, answer_ns: Any, size: Any, *, held: Any = None, copied: Flags = False, made: Flags = False
     ) -> Longs:
         """Devices send ``size`` bytes, and keep them until ``answer_ns`` or until later sends push them out. ``held``: bytes that they have
-        packed for that; all by default. ``copied``: packed first, beside what it is made of. ``made``: packed of something that has been
-        made for that. Returns the sends' numbers, for ``stay``."""
+        packed for that; all by default. ``copied``: packed first, while what it is made of is there. ``made``: packed of something that has
+        been made for that. Returns the sends' numbers, for ``stay``."""
         own = np.broadcast_arrays(*(np.atleast_1d(np.asarray(one, np.int64)) for one in (device, start_ns, answer_ns, size)))
         held = own[3] if held is None else held
         rows = np.stack([*own, *(np.broadcast_to(np.asarray(one, np.int64), own[0].shape) for one in (held, copied, made))])
@@ -90,7 +88,7 @@ class ArrayLedger:
         return numbers
 
     def stay(self, send: Any, of: Any, since_ns: Any, size: Any, copy_bytes: Any = 0) -> None:
-        """What is sent lies in memory ``of`` this number, which stays for that once its readers have let it go, at ``since_ns``; it is
+        """Say that sends lie in memory ``of`` this number, which stays for that once its readers have let it go, at ``since_ns``; it is
         there once, however many parts of it are sent. ``copy_bytes``: of what may be a copy until then."""
         own = (np.atleast_1d(np.asarray(one, np.int64)) for one in (send, of, since_ns, size, copy_bytes))
         self._stays.append(np.stack(np.broadcast_arrays(*own)))
@@ -114,7 +112,7 @@ class ArrayLedger:
         return peaks_of(self._all_changes(), len(self.is_accelerator))
 
     def _all_changes(self) -> Longs:
-        """What is sent is let go when the next one has been packed, or when there is room to add up what answers it."""
+        """All rows. A send is let go when the next one has been packed, or when there is room to add up what answers it."""
         self._let_go_of_sent()
         for rows, limit in ((self._received, None), (self._few, UNDER_WAY)):
             self._let_go_of_received(rows, limit)
@@ -123,7 +121,7 @@ class ArrayLedger:
         return self.changes[0]
 
     def _let_go_of_sent(self) -> None:
-        """What devices pack to send it, and what they send from where that lies."""
+        """Hold what devices pack to send it, and what they send from where that lies."""
         if not self._sends:
             return
         device, start, answer, size, held, copied, made = np.concatenate(self._sends, axis=1)
@@ -144,8 +142,9 @@ class ArrayLedger:
         self.hold(device[send][first], since[first], gone, whole[first], MemoryKind.BUFFERS, late=True)
 
     def _let_go_of_received(self, rows: list[Longs], limit: int | None) -> None:
-        """What devices receive, and the sums that they make of that: one after the other, the oldest first. Where few may be under way they
-        add up before there is room for others (gradients of gathered values may leave while these are there), else when they are there."""
+        """Hold what devices receive, and the sums that they make of that: one after the other, the oldest first. Where few may be under
+        way they add up before there is room for others (gradients of gathered values may leave while these are there), else when they are
+        there."""
         if not rows:
             return
         received = np.concatenate(rows, axis=1)

@@ -26,7 +26,7 @@ NO_TABLES = handle(blank(MemoryTables))
 """Empty tables, for compiled code that does not use them."""
 
 MOST_KNOWN = 2**27
-"""Of ``PlaceTables.done``, which takes 4 bytes for each node and device. Where it would be larger, nothing is known of other devices."""
+"""Most entries of ``PlaceTables.done``: 4 bytes for each node and device. Where there would be more, nothing is known of other devices."""
 
 
 class MemoryBound:
@@ -81,7 +81,7 @@ class MemoryBound:
         return self._with(range(len(self._engine.variants.made)))
 
     def _asked(self) -> MemoryTables:
-        """The same with those of the strategy that is asked about, and perhaps not all others."""
+        """The tables with the variants of the strategy that is asked about, and perhaps not all others."""
         return self._with(self._engine.state.variant[: len(self._engine.graph.operators)].tolist())
 
     def _with(self, variants: Iterable[int]) -> MemoryTables:
@@ -118,7 +118,7 @@ class MemoryBound:
         return _ordered_bytes(self._engine, self._asked()) if self._engine.variants.micro_batches.count > 1 else total
 
     def expected_bytes(self) -> list[int]:
-        """What is expected on each device at its peak at most: as ``sweep.expected_peaks``, without a plan."""
+        """The peak to expect at most on each device, in bytes: as ``sweep.expected_peaks``, without a plan."""
         return [min(most, ceil((1 + ALLOWANCE) * own)) for own, most in zip(self.in_order_bytes(), self.bound_bytes(), strict=True)]
 
     def _make_rows(self, variants: int) -> None:
@@ -178,7 +178,7 @@ def _ordered_bytes(engine: Engine, tables: MemoryTables) -> list[int]:
 
 
 def _begins(counts: np.ndarray[tuple[int, ...], np.dtype[np.int32]], spare: int) -> int:
-    """Make of each device's number where its own begin, with so many spare ones behind them; returns how many there are."""
+    """Make of each device's number where its own begin, with so many spare ones after them; returns how many there are."""
     own = counts[:-1] + spare
     counts[1:] = np.cumsum(own)
     counts[0] = 0
@@ -186,7 +186,7 @@ def _begins(counts: np.ndarray[tuple[int, ...], np.dtype[np.int32]], spare: int)
 
 
 def _tables(fixed: dict[str, Any], sizes: dict[str, int] | None = None) -> PlaceTables:
-    """The handle of tables of these sizes, by name, beside those that are there."""
+    """The handle of tables of these sizes, by name, and of those that are there."""
     arrays = dict(fixed)
     for name, kind in PlaceTables.__annotations__.items():
         if name not in arrays:

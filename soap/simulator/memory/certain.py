@@ -1,4 +1,4 @@
-"""What is held when the loss is known, whatever the order of the tasks: every tile with a backward pass has run forward, and none backward.
+"""Memory when the loss is known, whatever the order of the tasks: every tile with a backward pass has run forward, and none backward.
 
 ``memory.bound`` takes it for a bound from below. It is worked out for each operator by itself, so that a search can add it up.
 """

@@ -8,11 +8,9 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from soap.plan.memory_kinds import MemoryKind
-
-Longs = NDArray[np.int64]
+from soap.simulator.memory.grouped import Longs
 
 ENDS, LEAVES, FREED, EARLY, LATE, MADE, OVER, BEGINS = range(8)
 """The order of changes at the same time. Of those with one order, what frees bytes comes before what takes some."""
@@ -25,14 +23,14 @@ PLACES = {kind: place for place, kind in enumerate(MemoryKind)}
 
 @dataclass(frozen=True)
 class MemoryCurve:
-    """What one device holds: ``bytes_held[i]`` from ``times_ns[i]`` on. Both are int64 arrays of one length; times rise from 0.
+    """The bytes that one device holds: ``bytes_held[i]`` from ``times_ns[i]`` on. Both are int64 arrays of one length; times rise from 0.
     ``at_peak``: bytes by kind when the peak is first reached; they add up to it, and none is below 0. ``by_kind``: the same at every time,
     arrays as ``bytes_held``, at the last moment at which so much is held then."""
 
-    times_ns: NDArray[np.int64]
-    bytes_held: NDArray[np.int64]
+    times_ns: Longs
+    bytes_held: Longs
     at_peak: Mapping[MemoryKind, int] = field(default_factory=dict)
-    by_kind: Mapping[MemoryKind, NDArray[np.int64]] = field(default_factory=dict)
+    by_kind: Mapping[MemoryKind, Longs] = field(default_factory=dict)
 
     @property
     def peak_bytes(self) -> int:

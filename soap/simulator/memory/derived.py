@@ -5,33 +5,31 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from soap.simulator.memory.grouped import least, most, owners
+from soap.simulator.memory.grouped import Bools, Longs, least, most, owners
 from soap.simulator.memory.plan_arrays import PlanArrays
 from soap.simulator.memory.spans import NEVER, Spans
-
-Longs = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 
 class Derived(NamedTuple):
     """Times in nanoseconds, of a plan's arrays and when everything takes place.
 
     By tile: ``goes_back``, ``again``: whether it has a backward pass and a second run; ``run_end``, ``work_end``: the end of its last run
-    forward, and when that has computed; ``last``: the end of its last task (weight gradients, backward pass, or forward pass);
-    ``left``: until when it holds what it keeps, but for what comes back from its host. By row of ``Readers``: ``needed``: until when the
-    tile needs its region of the operand, ``used``: of what its segment makes by itself. By holding: ``wanted_start``: when its gradient is
-    added up, ``wanted_end``: until when it is held. By fetch: ``taken``: when the last part of its gradient has been taken. By row of
-    ``SumDevices``: ``sum_begun``: when the first segment of the tiles there begins to go back, ``sum_last``: the last end of these tiles,
-    both NEVER if none goes back. ``member_row``, ``holding_row``: for each of ``Sums.member`` and each holding of a sum the row of
-    ``SumDevices`` of its device; -1 for other holdings.
+    forward, and when that has computed; ``weighed``: when it begins to make its parameters' gradients, NEVER if it has no backward pass;
+    ``last``: the end of its last task, which makes them then (weight gradients, backward pass, or forward pass); ``left``: until when it
+    holds what it keeps, but for what comes back from its host. By row of ``Readers``: ``needed``: until when the tile needs its region of
+    the operand, ``used``: of what its segment makes by itself. By holding: ``wanted_start``: when its gradient is added up, ``wanted_end``:
+    until when it is held. By fetch: ``taken``: when the last part of its gradient has been taken. By row of ``SumDevices``: ``sum_begun``:
+    when the first segment of the tiles there begins to go back, ``sum_last``: the last end of these tiles, both NEVER if none goes back.
+    ``member_row``, ``holding_row``: for each of ``Sums.member`` and each holding of a sum the row of ``SumDevices`` of its device; -1 for
+    other holdings.
     """
 
     goes_back: Bools
     again: Bools
     run_end: Longs
     work_end: Longs
+    weighed: Longs
     last: Longs
     left: Longs
     needed: Longs
@@ -50,6 +48,7 @@ def derived(arrays: PlanArrays, spans: Spans) -> Derived:
     goes_back, again = spans.backward_start != NEVER, spans.again_start != NEVER
     run_end = np.where(again, spans.again_end, spans.forward_end)
     work_end = np.where(again, spans.again_work_end, spans.forward_end)
+    weighed = np.where(spans.weights_start != NEVER, spans.weights_start, spans.backward_start)
     last = np.where(spans.weights_start != NEVER, spans.weights_end, np.where(goes_back, spans.backward_end, spans.forward_end))
     left = np.where(spans.away_start != NEVER, spans.away_end, last)
     tile, keeps = arrays.readers.tile, arrays.readers.keeps
@@ -60,7 +59,7 @@ def derived(arrays: PlanArrays, spans: Spans) -> Derived:
     begun, ended = _of_sums(arrays, spans, goes_back, last, rows[0])
     wanted = _wanted(arrays, spans, goes_back, last, rows[1], begun, ended)
     taken = _taken(arrays, spans, wanted[0])
-    return Derived(goes_back, again, run_end, work_end, last, left, needed, used, *wanted, taken, *rows, begun, ended)
+    return Derived(goes_back, again, run_end, work_end, weighed, last, left, needed, used, *wanted, taken, *rows, begun, ended)
 
 
 def _rows_of_sums(arrays: PlanArrays) -> tuple[Longs, Longs]:

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from soap.plan.plan import Plan
 from soap.simulator.communication.synchronizing import possible_tasks
@@ -22,12 +21,11 @@ from soap.simulator.compiled.state import (
     WEIGHTS_TILE,
 )
 from soap.simulator.engine import Engine
+from soap.simulator.memory.grouped import Bools, Longs
 from soap.simulator.memory.plan_arrays import MESSAGE, PlanArrays
 from soap.simulator.memory.played import KINDS, NONE, Played
 from soap.simulator.task_list import BACKWARD, FORWARD, SYNC
 from soap.simulator.tasks import CHUNKS, TaskKind
-
-Longs = NDArray[np.int64]
 
 BY_TILE = {
     "forward": (FORWARD_TILE, TaskKind.FORWARD),
@@ -124,7 +122,7 @@ class _Ids:
         return np.where(at < 0, NONE, self._order[at]), np.where(at < 0, NONE, self._order[self._last[at]])
 
 
-def _ends(begins: NDArray[np.bool_]) -> tuple[Longs, Longs]:
+def _ends(begins: Bools) -> tuple[Longs, Longs]:
     """(the last place of each group, how many it has), of groups that begin at these places."""
     first = np.flatnonzero(begins)
     after = np.append(first[1:], len(begins))

@@ -15,7 +15,7 @@ from soap.plan.tiling import iteration_points, spatial_factors
 from soap.strategy.recomputation import has_product
 
 NEGLIGIBLE = 50
-"""What a cut adds to less than this part of the whole is rounding."""
+"""An addition by a cut of less than this part of the whole is rounding."""
 
 
 class Use(IntEnum):
@@ -105,7 +105,7 @@ def product_share(graph: OperatorGraph, op: Operator, intervals: Sequence[Interv
 
 
 def _of_part(graph: OperatorGraph, op: Operator, intervals: Sequence[Interval]) -> Mapping[tuple[int, ...], Footprint]:
-    """Of ``OperatorGraph.part_footprints`` those of tiles like this one; empty if there are none."""
+    """Those in ``OperatorGraph.part_footprints`` of tiles like this one; empty if there are none."""
     known = graph.part_footprints.get(op.name, {})
     if not known:
         return {}

@@ -6,20 +6,16 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from soap.plan.memory_kinds import MemoryKind
 from soap.plan.plan import Plan
 from soap.plan.syncs.bucketing import sums_of_one
 from soap.simulator.memory.array_ledger import ArrayLedger
 from soap.simulator.memory.derived import Derived
-from soap.simulator.memory.grouped import any_of, least, most, number_groups, rows_of, total
-from soap.simulator.memory.parameters import compact_parameters
+from soap.simulator.memory.grouped import Bools, Longs, any_of, least, most, number_groups, rows_of, total
+from soap.simulator.memory.parameters import compact_numbers
 from soap.simulator.memory.plan_arrays import BROADCAST, PlanArrays, region_number
 from soap.simulator.memory.spans import NEVER, Spans
-
-Longs = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 
 class CountedSums(NamedTuple):
@@ -87,7 +83,7 @@ class _Gradients:
 
     def between_operators(self) -> None:
         """Gradients of what tiles read: of regions with parts from elsewhere, held until all have taken their parts, and of holdings. Each
-        later one is held beside the sum that it is added to."""
+        later one is held with the sum that it is added to."""
         hold, spans, fetches = self._ledger.hold, self._spans, self._arrays.fetches
         reads = self._reads()
         start, end = spans.backward_start[reads.tile], spans.backward_end[reads.tile]
@@ -231,7 +227,7 @@ class _Gradients:
     def of_parameters(self, counted: CountedSums) -> None:
         """Gradients of parameters that backward tasks make, with what these pass from call to call, and sums of them that autograd makes in
         a segment. If a single device owns the shard, the gradient that stays is counted elsewhere, from the first gradient on: it is that
-        one itself, or a copy of it, which is then there beside it (``Footprint.in_rows``). Later ones are added to it."""
+        one itself, or a copy of it, which is then there as well (``Footprint.in_rows``). Later ones are added to it."""
         hold, tiles, spans = self._ledger.hold, self._arrays.tiles, self._spans
         back, weights = np.flatnonzero(self._goes_back), np.flatnonzero(spans.weights_start != NEVER)
         for start, end, own in ((spans.backward_start, spans.backward_end, back), (spans.weights_start, spans.weights_end, weights)):
@@ -250,12 +246,9 @@ class _Gradients:
         parameters, spans = self._arrays.parameters, self._spans
         rows = np.flatnonzero(self._goes_back[parameters.tile] & parameters.trained)
         tile, region = parameters.tile[rows], parameters.region[rows]
-        tables = compact_parameters(self._plan)
-        by_rows = [number for number, own in enumerate(self._plan.graph.parameters if tables else ()) if own.name in tables]
-        size = np.where(np.isin(parameters.parameter[rows], by_rows), parameters.rows_bytes[rows], parameters.bytes[rows])
-        whole = spans.weights_start[tile] == NEVER
-        start = np.where(whole, spans.backward_start[tile], spans.weights_start[tile])
-        end = np.where(whole, spans.backward_end[tile], spans.weights_end[tile])
+        by_rows = np.isin(parameters.parameter[rows], compact_numbers(self._plan))
+        size = np.where(by_rows, parameters.rows_bytes[rows], parameters.bytes[rows])
+        start, end = self._times.weighed[tile], self._times.last[tile]
         order = np.lexsort((size, end, start, region, spans.segment[tile]))
         rows, tile, region, end = rows[order], tile[order], region[order], end[order]
         segment, sparse = spans.segment[tile], parameters.sparse[rows]

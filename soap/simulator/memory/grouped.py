@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Longs = NDArray[np.int64]
+Bools = NDArray[np.bool_]
 
 _LIMITS = np.iinfo(np.int64)
 
@@ -52,7 +53,7 @@ def total(keys: Longs, values: Any, size: int) -> Longs:
     return found
 
 
-def any_of(keys: Longs, size: int) -> NDArray[np.bool_]:
+def any_of(keys: Longs, size: int) -> Bools:
     """[size]: whether a key is there."""
     found = np.zeros(size, np.bool_)
     found[keys] = True

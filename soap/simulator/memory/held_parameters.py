@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
 import numpy as np
-from numpy.typing import NDArray
 
 from soap.model.graph import OperatorGraph
 from soap.plan.delivery import box_bytes
@@ -22,13 +21,11 @@ from soap.plan.syncs.keeping import KeptParameter, KeptRegion
 from soap.plan.syncs.seam import Hold, method_for
 from soap.simulator.memory.array_ledger import ArrayLedger
 from soap.simulator.memory.curves import PLACES
-from soap.simulator.memory.grouped import least, most, total
+from soap.simulator.memory.derived import Derived
+from soap.simulator.memory.grouped import Bools, Longs, least, most, total
 from soap.simulator.memory.peaks import batch_bytes
 from soap.simulator.memory.plan_arrays import region_number
 from soap.simulator.memory.spans import NEVER, Span, Spans
-
-Longs = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 FORWARD, BACKWARD, BOTH, FIRST_GRADIENT = range(1, 5)
 """``Holds.used``: by these passes of tiles; or it is held from the first gradient on that one of them makes."""
@@ -86,7 +83,7 @@ class Owned(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What is held of a parameter, or for a synchronization: columns of ``Owned``, ``Holds`` and ``Uses``; names, and how many groups."""
+    """All that is held of a parameter, or for a synchronization: columns of ``Owned``, ``Holds``, ``Uses``; names, and how many groups."""
 
     owned: Longs
     holds: Longs
@@ -103,9 +100,9 @@ _SYNCS: WeakKeyDictionary[KeptRegion, tuple[OperatorGraph, Sequence[ref[KeptRegi
 class HeldParameters:
     """Writes into a ledger what devices hold of parameters and for synchronizations."""
 
-    def __init__(self, plan: Plan, spans: Spans, ledger: ArrayLedger) -> None:
+    def __init__(self, plan: Plan, spans: Spans, times: Derived, ledger: ArrayLedger) -> None:
         """``plan``: made by a ``PlanBuilder``, which says how parameters are kept."""
-        self._plan, self._spans, self._ledger = plan, spans, ledger
+        self._plan, self._spans, self._times, self._ledger = plan, spans, times, ledger
         held = [held_of_parameter(plan, own) for own in plan.kept] + list(held_for_syncs(plan))
         names, groups = [len(own.names) for own in held], [own.groups for own in held]
         self._owned = Owned(*_joined([own.owned for own in held], len(Owned._fields)))
@@ -117,7 +114,7 @@ class HeldParameters:
         self._holds, self._uses = Holds(*holds), Uses(*_joined([own.uses for own in held], len(Uses._fields)))
         self._group = self._uses.group + np.repeat(_begins(groups), [own.uses.shape[1] for own in held])
         self._tile = self._uses.tile + np.array(plan.first_tile, np.int64)[self._uses.operator]
-        self._groups, self._goes_back = sum(groups), spans.backward_start != NEVER
+        self._groups, self._goes_back = sum(groups), times.goes_back
         self._read_names([name for own in held for name in own.names])
 
     def _read_names(self, names: Sequence[str]) -> None:
@@ -138,11 +135,11 @@ class HeldParameters:
             self._ledger.hold(devices, 0, end, total(own.device, sizes, len(devices)), kind)
         alone = self._holds.where(self._holds.used == FIRST_GRADIENT)
         back = self._goes_back[self._tile]
-        begun = least(self._group[back], self._weighed()[0][self._tile[back]], self._groups, end)
+        begun = least(self._group[back], self._times.weighed[self._tile[back]], self._groups, end)
         self._ledger.hold(alone.device, begun[alone.group], end, alone.size, MemoryKind.GRADIENTS)
 
     def updated(self, optimizer_states: int) -> None:
-        """What the optimizer takes for its step, which begins when all gradients are there, those of partitions included. On CPUs the
+        """Hold what the optimizer takes for its step, which begins when all gradients are there, those of partitions included. On CPUs the
         optimizers of ``soap-run`` take nothing."""
         sizes = total(self._owned.device, self._owned.updated, self._plan.device_count)
         for device in sorted(self._plan.accelerators) if optimizer_states > 1 else ():
@@ -157,7 +154,7 @@ class HeldParameters:
         return max((self._spans.named.get(name, (0, 0)) for name in own), default=(0, 0))
 
     def synchronized(self) -> tuple[Longs, Longs, Longs]:
-        """What methods of synchronization hold (``SyncMethod.holds``): copies of what others own, and buffers. Returns (first tile of a
+        """Hold what methods of synchronization do (``SyncMethod.holds``): copies of what others own, and buffers. Returns (first tile of a
         segment, region, bytes): what counts at the end of a sum of gradients, but is made only when what was added up has gone."""
         own = self._holds.where((self._holds.used != FIRST_GRADIENT) & (self._named[self._holds.since] | (self._holds.with_uses == 1)))
         begun, done = self._start[own.since], np.where(own.before == 1, self._start[own.until], self._end[own.until])
@@ -174,7 +171,7 @@ class HeldParameters:
         return self._gather_gradients(own.where(gradients), done[gradients])
 
     def _move(self, own: Holds, begun: Longs, done: Longs) -> None:
-        """What devices send and receive."""
+        """Send and receive what devices do."""
         sent, updates = own.queue == SENT, [self._spans.named.get(update_name(k), (0, 0))[0] for k in range(self._plan.device_count)]
         device, start, over = own.device[sent], begun[sent], self._ledger.arrived(own.device[sent], done[sent])
         update = np.array(updates, np.int64)[device]  # what was sent before has left by then
@@ -186,14 +183,14 @@ class HeldParameters:
             self._ledger.receive(*received, few=queue == FEW, sum_bytes=own.sum_bytes[at])
 
     def _rest(self, own: Holds, begun: Longs, done: Longs) -> None:
-        """What is there from one task to another, and as long as tiles use it."""
+        """Hold what is there from one task to another, and as long as tiles use it."""
         if (own.with_uses == 1).any():
-            last = most(self._group, self._last()[self._tile], self._groups, 0)
+            last = most(self._group, self._times.last[self._tile], self._groups, 0)
             done = np.where(own.with_uses == 1, np.maximum(done, last[own.group]), done)
         self._ledger.hold(own.device, begun, done, own.size, own.kind)
 
     def _use(self, own: Holds, begun: Longs) -> None:
-        """What is there for passes that use it, or until the first of them has begun, or from then on to the last one."""
+        """Hold what is there for passes that use it, or until the first of them has begun, or from then on to the last one."""
         first, last = self._passes(own)
         leaving = own.used != FORWARD  # gradients may leave before what they are of is freed
         throughout, before = own.throughout == 1, (own.throughout == 0) & (own.since >= 0)
@@ -248,19 +245,9 @@ class HeldParameters:
         order = np.lexsort((region, segment, hold))
         keys = np.stack([hold, segment, region])[:, order]
         begins = np.flatnonzero(np.append(True, (np.diff(keys) != 0).any(axis=0))[: len(order)])
-        ended = self._weighed()[1][self._tile[own]][order]
+        ended = self._times.last[self._tile[own]][order]
         ended = np.maximum.reduceat(ended, begins) if len(order) else ended
         return *keys[:, begins], self._uses.bytes[own][order][begins], ended
-
-    def _weighed(self) -> tuple[Longs, Longs]:
-        """By tile that has a backward pass, when it makes the gradients of its parameters."""
-        spans, weights = self._spans, self._spans.weights_start != NEVER
-        starts = np.where(weights, spans.weights_start, spans.backward_start)
-        return starts, np.where(weights, spans.weights_end, spans.backward_end)
-
-    def _last(self) -> Longs:
-        """By tile, the end of its last task: weight gradients, backward pass, or forward pass."""
-        return np.where(self._goes_back, self._weighed()[1], self._spans.forward_end)
 
 
 def _begins(counts: Sequence[int]) -> Longs:
@@ -277,7 +264,7 @@ def _columns(table: type[Any], rows: Iterable[Sequence[int]]) -> Longs:
 
 
 def held_of_parameter(plan: Plan, kept: KeptParameter) -> Held:
-    """What is held of a parameter all the time, or from its first gradient on."""
+    """All that is held of a parameter all the time, or from its first gradient on."""
     known = _PARAMETERS.get(kept)
     if known is None or known[0] is not plan.graph:
         known = _PARAMETERS[kept] = plan.graph, _owned(plan, kept)
@@ -310,7 +297,7 @@ def _owned(plan: Plan, kept: KeptParameter) -> Held:
 
 
 def held_for_syncs(plan: Plan) -> Iterator[Held]:
-    """What is held for each synchronization."""
+    """All that is held for each synchronization."""
     first: dict[int, KeptRegion] = {}
     number = 0
     for kept in plan.kept:

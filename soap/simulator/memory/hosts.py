@@ -1,5 +1,5 @@
-"""Memory of hosts: what parameter servers beside accelerators keep there, and what these offload. Beside CPUs it is in a device's own
-memory (``parameters``, ``peaks``).
+"""Memory of hosts: what parameter servers of accelerators keep there, and what these offload. On CPUs it is in a device's own memory
+(``parameters``, ``peaks``).
 
 It is a bound for any order of the tasks: values, sums of gradients and optimizer states of all partitions and of all offloaded shards, and
 what is received for partitions. Offloaded shards have pinned copies of their values and gradients there, offloading operators one of all
@@ -61,7 +61,7 @@ def hosts_may_lack(graph: OperatorGraph, topology: Topology, optimizer_states: i
 
 
 def _kept_bytes(graph: OperatorGraph, op: Operator) -> int:
-    """Bytes of what a whole operator reads of others, makes, and keeps beside: at least what it offloads."""
+    """Bytes of what a whole operator reads of others, makes, and keeps besides: at least what it offloads."""
     beside = graph.footprints[op.name][0].sizes_bytes[Use.KEPT] if op.name in graph.footprints else op.saved_bytes
     made = (graph.tensors[o.tensor] for o in op.outputs)
     read = sum(graph.tensors[o.tensor].bytes for o in op.inputs)

@@ -12,13 +12,11 @@ from heapq import heappop, heappush
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from soap.simulator.memory.grouped import Longs, owners
 from soap.simulator.memory.plan_arrays import BROADCAST, PlanArrays
 from soap.simulator.memory.played import NONE, Played
 from soap.simulator.memory.spans import NEVER, Spans
-
-Longs = NDArray[np.int64]
 
 
 def left_until(arrays: PlanArrays, spans: Spans, played: Played, rows: Longs, otherwise: Longs) -> Longs:
@@ -58,7 +56,7 @@ class _After:
 
     def __init__(self, played: Played, devices: Longs) -> None:
         """``devices``: by task that of a pass, or NONE."""
-        waiting = np.repeat(np.arange(len(played.tile)), np.diff(played.waits_ptr))
+        waiting = owners(played.waits_ptr)
         kept = played.end[played.waits] <= played.start[waiting]
         order = np.argsort(played.waits[kept], kind="stable")
         self._followers = waiting[kept][order].tolist()

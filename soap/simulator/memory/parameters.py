@@ -89,6 +89,12 @@ def compact_parameters(plan: Plan) -> frozenset[str]:
     return frozenset(sync.parameter for sync in plan.syncs if sync.contract.by_rows and sync.contract.has_servers)
 
 
+def compact_numbers(plan: Plan) -> list[int]:
+    """Places of ``compact_parameters`` among the graph's parameters."""
+    names = compact_parameters(plan)
+    return [number for number, own in enumerate(plan.graph.parameters) if own.name in names] if names else []
+
+
 def operand_bytes(plan: Plan, compact: frozenset[str], tile: Tile, parameter: str, box: Box) -> int:
     """Bytes that a tile has of a parameter's region. ``compact``: ``compact_parameters(plan)``."""
     if parameter not in compact or tile.operator not in plan.graph.backward_operators:

@@ -6,12 +6,13 @@ count all operators' rows. Most of it depends on an operator's delivery alone (`
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
+from itertools import count
 from typing import Any, NamedTuple, get_type_hints
 from weakref import WeakKeyDictionary
 
 import numpy as np
-from numpy.typing import NDArray
 
 from soap.model.graph import OperatorGraph, TensorKind
 from soap.model.regions import Box, in_one_piece, volume
@@ -20,11 +21,9 @@ from soap.plan.plan import Exchange, Holding, Message, Pattern, Plan, Reduction
 from soap.plan.row_counts import row_bytes, tile_lookups
 from soap.plan.tiling import Tile, made_bytes, windows
 from soap.simulator.memory.footprint import Shares, shares_of
+from soap.simulator.memory.grouped import Bools, Longs
 from soap.simulator.memory.peaks import PACKING_KINDS, away_bytes, padded_bytes
 from soap.simulator.memory.transit import cells_land_in_place, lies_in_one_piece
-
-Longs = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 MESSAGE, GATHER, SWAP, BROADCAST = range(4)
 """Patterns of carriers."""
@@ -199,7 +198,7 @@ class _Part(NamedTuple):
 
 
 _PARTS: WeakKeyDictionary[Delivery, tuple[OperatorGraph, _Part]] = WeakKeyDictionary()
-_REGIONS: dict[tuple[str, Box], int] = {}
+_REGIONS: defaultdict[tuple[str, Box], int] = defaultdict(count().__next__)
 """Numbers of regions of tensors, in the order in which they were first asked for."""
 
 TABLES: dict[str, Any] = get_type_hints(PlanArrays)
@@ -271,7 +270,7 @@ class _Maker:
     """Makes the tables of one operator's delivery."""
 
     def __init__(self, plan: Plan, position: int) -> None:
-        self._graph, self._own, self._position = plan.graph, plan.deliveries[position], position
+        self._graph, self._own = plan.graph, plan.deliveries[position]
         self._others, self._op = plan.deliveries, plan.graph.operators[position]
         self._rows: dict[str, list[tuple[int, ...]]] = {name: [] for name in BLOCKS}
         self._output_rows: dict[tuple[int, str], int] = {}
@@ -405,4 +404,4 @@ class _Maker:
 
 def region_number(tensor: str, box: Box) -> int:
     """A number for a region of a tensor, the same whenever it is asked for."""
-    return _REGIONS.setdefault((tensor, box), len(_REGIONS))
+    return _REGIONS[tensor, box]

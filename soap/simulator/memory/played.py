@@ -7,12 +7,10 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from soap.plan.plan import Part, Plan
+from soap.simulator.memory.grouped import Longs
 from soap.simulator.tasks import Schedule, TaskGraph, TaskKind, times_of
-
-Longs = NDArray[np.int64]
 
 KINDS = {kind: number for number, kind in enumerate(TaskKind)}
 NONE = -1

@@ -10,16 +10,12 @@ import heapq
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from soap.plan.pass_order import Pass
+from soap.plan.pass_order import Pass, PassOrder
 from soap.plan.plan import Plan
 from soap.plan.running.epilogue import LossEpilogue, closing_tensors, epilogue_of, kept_epilogue
-from soap.simulator.memory.grouped import distinct, least, most, owners, rows_of
+from soap.simulator.memory.grouped import Bools, Longs, distinct, least, most, owners, rows_of
 from soap.simulator.memory.plan_arrays import MESSAGE, PlanArrays, Tiles
-
-Longs = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 
 class Segments(NamedTuple):
@@ -58,8 +54,8 @@ class _Active(NamedTuple):
 
 
 class _Ordering:
-    """What the rules ask for of a plan. ``_tensor``: by holding, the number of its tensor among all that operators make. ``_remote``: by
-    carried piece, in the order of ``Carriers.part``, its fetch. ``_several``: by sum, whether several devices get it."""
+    """Answers what the rules ask of a plan. ``_tensor``: by holding, the number of its tensor among all that operators make. ``_several``:
+    by sum, whether several devices get it."""
 
     def __init__(self, plan: Plan, arrays: PlanArrays) -> None:
         self._plan, self._arrays = plan, arrays
@@ -308,9 +304,14 @@ def _ranks(plan: Plan, tiles: Tiles, kind: Pass) -> Longs:
     """By tile, ``Plan.rank`` of its pass."""
     if plan.order is None:
         return np.zeros(len(tiles.operator), np.int64)
-    parts = int(tiles.part.max(initial=0)) + 1
-    numbers, which = np.unique(tiles.operator * parts + tiles.part, return_inverse=True)
-    return np.array([plan.order.rank(kind, *divmod(number, parts)) for number in numbers.tolist()], np.int64)[which]
+    return pass_ranks(plan.order, kind, tiles.operator, tiles.part)
+
+
+def pass_ranks(order: PassOrder, kind: Pass, operators: Longs, parts: Longs) -> Longs:
+    """``PassOrder.rank`` of passes of parts of operators, worked out once for equal ones."""
+    scale = order.cut.count
+    keys, group = np.unique(operators * scale + parts, return_inverse=True)
+    return np.array([order.rank(kind, *divmod(key, scale)) for key in keys.tolist()], np.int64)[group]
 
 
 def _places(order: Longs) -> Longs:

@@ -16,22 +16,18 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from soap.cluster.topology import Topology
 from soap.plan.plan import Plan
-from soap.simulator.memory.grouped import distinct, owners
+from soap.simulator.memory.grouped import Bools, Longs, distinct, owners
 from soap.simulator.memory.plan_arrays import PlanArrays
 from soap.simulator.memory.played import KINDS, NONE, Played
 from soap.simulator.memory.rank_order import RankOrder, rank_order
 from soap.simulator.tasks import TaskKind
 
-Longs = NDArray[np.int64]
-Bools = NDArray[np.bool_]
-
 BACKWARD, COPY, RECOMPUTE = (KINDS[kind] for kind in (TaskKind.BACKWARD, TaskKind.COPY, TaskKind.RECOMPUTE))
 LATE = [KINDS[kind] for kind in (TaskKind.SYNC, TaskKind.COPY, TaskKind.RECOMPUTE)]
-"""What may be late, if it is no pass but a pass waits for it: a gather, a copy, or a need (``second_runs``)."""
+"""Kinds of tasks that may be late: one that is no pass but a pass waits for it: a gather, a copy, or a need (``second_runs``)."""
 NO_NEED = 1 << 62
 
 
@@ -132,7 +128,7 @@ class _Passes:
         return found, within
 
     def _entered(self) -> Waits:
-        """What segments wait for before their first pass: all from elsewhere that their tiles need, but for what comes back from hosts,
+        """The waits of segments before their first pass: for all from elsewhere that their tiles need, but for what comes back from hosts,
         which comes when a tile needs it."""
         task, other = self._waits
         first = self._first[task]
@@ -151,7 +147,7 @@ class _Passes:
         return all(bool((end[own.other] <= start[own.task]).all()) for own in (self._in_turn(), self._entered()))
 
     def waits(self) -> Waits:
-        """What tasks wait for in ranks."""
+        """The waits of tasks in ranks."""
         kept = self._kept()
         own = (Waits(self._waits.task[kept], self._waits.other[kept]), self._in_turn(), self._entered())
         count = len(self._played.tile)

@@ -5,16 +5,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from soap.plan.plan import Plan
 from soap.simulator.memory.derived import Derived
-from soap.simulator.memory.grouped import any_of, least, most, rows_of
+from soap.simulator.memory.grouped import Bools, Longs, any_of, least, most, rows_of
 from soap.simulator.memory.plan_arrays import PlanArrays
 from soap.simulator.memory.spans import NEVER, Spans
-
-Longs = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 
 class ReadUntil(NamedTuple):

@@ -8,23 +8,21 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from soap.plan.departures import PASSES_UNDER_WAY
-from soap.plan.pass_order import Pass, PassOrder
+from soap.plan.pass_order import PassOrder
 from soap.plan.plan import Plan
 from soap.simulator.memory.array_ledger import ArrayLedger
 from soap.simulator.memory.derived import Derived
-from soap.simulator.memory.grouped import any_of, least, most, owners, rows_of, total
+from soap.simulator.memory.grouped import Bools, Longs, any_of, least, most, owners, rows_of, total
 from soap.simulator.memory.plan_arrays import BROADCAST, MESSAGE, PlanArrays
+from soap.simulator.memory.rank_order import pass_ranks
 from soap.simulator.memory.spans import NEVER, Spans
 from soap.simulator.memory.values import Gone
 
-Longs = NDArray[np.int64]
 
-
-def send_values(plan: Plan, arrays: PlanArrays, spans: Spans, times: Derived, ledger: ArrayLedger, gone: Gone) -> None:
-    """Write into a ledger what devices send in the forward pass, until it has left."""
+def send_values(plan: Plan, arrays: PlanArrays, spans: Spans, times: Derived, ledger: ArrayLedger, gone: Gone, left: Longs) -> None:
+    """Write into a ledger what devices send in the forward pass, until it has left. ``left``: see ``left_by``."""
     carriers, pieces, holdings = arrays.carriers, arrays.pieces, arrays.holdings
     if not len(carriers.pattern):
         return
@@ -38,7 +36,7 @@ def send_values(plan: Plan, arrays: PlanArrays, spans: Spans, times: Derived, le
     count, device, carrier = len(first), own.source[first], own.carrier[first]
     start = spans.brought_start[carrier]
     over = np.where(carriers.pattern[carrier] == BROADCAST, spans.brought_end[carrier], ledger.arrived(device, spans.brought_end[carrier]))
-    over = np.where(carriers.pattern[carrier] == MESSAGE, _told(plan, arrays, spans, times)[carrier], over)
+    over = np.where(carriers.pattern[carrier] == MESSAGE, _told(arrays, spans, times, left)[carrier], over)
     size, copied = total(send, own.bytes, count), total(send, np.where(stays, 0, own.bytes), count)
     numbers = ledger.send(device, start, over, size, held=copied, copied=True)
     if plan.order is None:  # with micro-batches no value is counted to stay for what is sent of it; parts of one count as copies
@@ -94,12 +92,11 @@ def _given_to_itself(arrays: PlanArrays, carrier: Longs, piece: Longs) -> tuple[
     return keys[place[given]] // devices, row[given]
 
 
-def _told(plan: Plan, arrays: PlanArrays, spans: Spans, times: Derived) -> Longs:
+def _told(arrays: PlanArrays, spans: Spans, times: Derived, left: Longs) -> Longs:
     """By carrier: when the sender of a message knows that it has left: when the first of its gradients is added up, or as it sends later
     ones."""
     carriers, pieces = arrays.carriers, arrays.pieces
     wanted = least(owners(carriers.parts), times.wanted_start[pieces.holding[carriers.part]], len(carriers.pattern), 0)
-    left = left_by(plan, arrays, spans)
     return np.where(spans.returned_start != NEVER, np.maximum(spans.returned_end, wanted), np.where(left == NEVER, spans.end, left))
 
 
@@ -123,7 +120,7 @@ def left_by(plan: Plan, arrays: PlanArrays, spans: Spans) -> Longs:
     return found
 
 
-def _routes(arrays: PlanArrays, messages: Longs, back: NDArray[np.bool_]) -> Longs:
+def _routes(arrays: PlanArrays, messages: Longs, back: Bools) -> Longs:
     """Numbers of messages' routes (source, target, whether gradients travel there). ``back``: whether it is that of the gradients."""
     piece = arrays.carriers.part[arrays.carriers.parts[messages]]
     source, target = arrays.holdings.device[arrays.pieces.holding[piece]], arrays.fetches.device[arrays.pieces.fetch[piece]]
@@ -131,20 +128,13 @@ def _routes(arrays: PlanArrays, messages: Longs, back: NDArray[np.bool_]) -> Lon
     return (np.where(back, target, source) * devices + np.where(back, source, target)) * 2 + back
 
 
-def _sending_passes(order: PassOrder, arrays: PlanArrays, messages: Longs, back: NDArray[np.bool_]) -> Longs:
+def _sending_passes(order: PassOrder, arrays: PlanArrays, messages: Longs, back: Bools) -> Longs:
     """The places in the order of the passes that send messages, or their gradients (``departures.sending_pass``)."""
     pieces, tiles, readers = arrays.pieces, arrays.tiles, arrays.readers
     piece = arrays.carriers.part[arrays.carriers.parts[messages]]
     maker = arrays.holdings.tile[pieces.holding[piece]]
-    forward = _ranks(order, "F", tiles.operator[maker], tiles.part[maker])
+    forward = pass_ranks(order, "F", tiles.operator[maker], tiles.part[maker])
     place, row = rows_of(arrays.fetches.readers, pieces.fetch[piece])
     reader = readers.tile[row]
-    backward = most(place, _ranks(order, "B", tiles.operator[reader], tiles.part[reader]), len(messages), 0)
+    backward = most(place, pass_ranks(order, "B", tiles.operator[reader], tiles.part[reader]), len(messages), 0)
     return np.where(back, backward, forward)
-
-
-def _ranks(order: PassOrder, own: Pass, operators: Longs, parts: Longs) -> Longs:
-    """``PassOrder.rank`` of passes of parts of operators, worked out once for equal ones."""
-    scale = order.cut.count
-    keys, group = np.unique(operators * scale + parts, return_inverse=True)
-    return np.array([order.rank(own, key // scale, key % scale) for key in keys.tolist()], np.int64)[group]

@@ -1,4 +1,4 @@
-"""When everything in a played iteration takes place, as arrays beside those of the plan (``plan_arrays``). Times are in nanoseconds."""
+"""When everything in a played iteration takes place, as arrays next to those of the plan (``plan_arrays``). Times are in nanoseconds."""
 
 from __future__ import annotations
 
@@ -6,18 +6,14 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from soap.plan.plan import Plan
-from soap.simulator.memory.grouped import least, most, owners, rows_of
+from soap.simulator.memory.grouped import Bools, Longs, least, most, owners, rows_of
 from soap.simulator.memory.plan_arrays import PlanArrays, Sums
 from soap.simulator.memory.played import KINDS, NONE, Played
 from soap.simulator.memory.rank_order import RankOrder
 from soap.simulator.memory.unread import unread_tiles
 from soap.simulator.tasks import TaskKind
-
-Longs = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 NEVER = -1
 """In place of a start and an end: it does not take place."""
@@ -34,8 +30,8 @@ class Spans(NamedTuple):
     ``away``, ``back``: the copies of what it keeps to its host, and back (from its need on). ``segment``: the first tile of its segment, in
     the order in which ranks run it. ``begun``: when that segment's backward pass begins. ``light``: whether it keeps its outputs though it
     runs again. By carrier: ``brought``, ``returned``. By reduction: ``summed``: when devices sum, and of a single device when its last tile
-    runs; ``summed_back``: the sum of gradients. ``named``: by name of a task of a synchronization or an update; ``ready``: when all that it
-    waits for is over. ``end``: of the step.
+    runs; ``summed_back_start``: of the sum of gradients. ``named``: by name of a task of a synchronization or an update; ``ready``: when
+    all that it waits for is over. ``end``: of the step.
     """
 
     end: int
@@ -63,7 +59,6 @@ class Spans(NamedTuple):
     summed_start: Longs
     summed_end: Longs
     summed_back_start: Longs
-    summed_back_end: Longs
     named: Mapping[str, Span]
     ready: Mapping[str, int]
 
@@ -87,12 +82,12 @@ def spans_of(run: Played, order: RankOrder, plan: Plan, arrays: PlanArrays) -> S
         "brought": run.brought,
         "returned": run.returned,
         "summed": np.where(run.summed == NONE, run.forward[_last_members(arrays.sums, run.end[run.forward])], run.summed),
-        "summed_back": run.summed_back,
     }
     return Spans(
         end=int(run.end.max(initial=0)),
         **{f"{name}_start": starts[own] for name, own in tasks.items()},
         **{f"{name}_end": ends[own] for name, own in tasks.items()},
+        summed_back_start=starts[run.summed_back],
         again_start=second[0],
         again_work_end=second[1],
         again_end=second[2],

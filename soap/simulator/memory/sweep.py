@@ -61,7 +61,7 @@ def expected_peaks(peaks_bytes: Iterable[int], bounds: Iterable[MemoryUse]) -> t
 
 
 def peaks_by_kind(curves: Iterable[MemoryCurve], peaks: Sequence[int]) -> tuple[dict[str, int], ...]:
-    """What each device's peak is made of: bytes by kind (``MemoryKind``) when the simulated order reaches it, and the allowance on top of
+    """The parts of each device's peak: bytes by kind (``MemoryKind``) when the simulated order reaches it, and the allowance on top of
     that (``memory_kinds.ALLOWANCE``). They add up to ``peaks``, which are ``expected_peaks`` of the curves."""
     pairs = zip(curves, peaks, strict=True)
     return tuple({**{kind.value: size for kind, size in curve.at_peak.items()}, BEYOND: peak - curve.peak_bytes} for curve, peak in pairs)
@@ -72,11 +72,11 @@ def swept(plan: Plan, arrays: PlanArrays, played: Played, topology: Topology, op
     run, order = as_ranks_run(played, plan, arrays, topology)
     spans = spans_of(run, order, plan, arrays)
     times, ledger = derived(arrays, spans), ArrayLedger(plan.device_count, plan.accelerators, spans.end)
-    parameters = HeldParameters(plan, spans, ledger)
+    parameters = HeldParameters(plan, spans, times, ledger)
     parameters.always(optimizer_states)
-    counted = parameters.synchronized()
+    counted, left = parameters.synchronized(), left_by(plan, arrays, spans)
     gone = hold_values(plan, arrays, spans, times, ledger, played._replace(start=run.start, end=run.end))
-    send_values(plan, arrays, spans, times, ledger, gone)
+    send_values(plan, arrays, spans, times, ledger, gone, left)
     parameters.updated(optimizer_states)
-    hold_gradients(plan, arrays, spans, times, ledger, CountedSums(*counted), left_by(plan, arrays, spans))
+    hold_gradients(plan, arrays, spans, times, ledger, CountedSums(*counted), left)
     return ledger

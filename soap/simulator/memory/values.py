@@ -15,22 +15,19 @@ from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
-from numpy.typing import NDArray
 
 from soap.plan.memory_kinds import MemoryKind
 from soap.plan.plan import Plan
 from soap.plan.syncs.keeping import KeptParameter
 from soap.simulator.memory.array_ledger import ArrayLedger
 from soap.simulator.memory.derived import Derived
-from soap.simulator.memory.grouped import any_of, least, most
+from soap.simulator.memory.grouped import Longs, any_of, least, most, owners
 from soap.simulator.memory.left_sums import left_until
-from soap.simulator.memory.parameters import compact_parameters
+from soap.simulator.memory.parameters import compact_numbers
 from soap.simulator.memory.plan_arrays import Given, PlanArrays, SumDevices, region_number
 from soap.simulator.memory.played import Played
 from soap.simulator.memory.reading import ReadUntil, read_until
 from soap.simulator.memory.spans import NEVER, Spans
-
-Longs = NDArray[np.int64]
 
 
 class Gone(NamedTuple):
@@ -93,7 +90,7 @@ class _Values:
         held, sums, outputs = self._arrays.holdings, self._arrays.sums, self._arrays.outputs
         size, own = len(outputs.tile), held.output >= 0
         first, second = (most(held.output[own], np.maximum(until[own], 0), size, 0) for until in read)
-        summed = np.repeat(np.arange(len(sums.bytes)), np.diff(sums.members))
+        summed = owners(sums.members)
         output = np.searchsorted(outputs.tile, sums.member) + sums.output[summed]
         first[output], second[output] = self._spans.summed_start[summed], 0
         return first, second
@@ -149,17 +146,12 @@ class _Values:
         if not len(own):
             return
         tile, region = parameters.tile[own], parameters.region[own]
-        compact = np.isin(parameters.parameter[own], self._compact())
+        compact = np.isin(parameters.parameter[own], compact_numbers(self._plan))
         of = np.where(compact, tile, self._spans.segment[tile])
         _, first, group = np.unique(np.stack([of, region, compact]), axis=1, return_index=True, return_inverse=True)
         used = np.where(parameters.keeps[own], self._times.last[tile], self._times.work_end[tile])
         size = np.where(compact, parameters.rows_bytes[own], parameters.bytes[own])
         self._hold_groups(group.ravel(), first, tile, used, size, MemoryKind.VALUES)
-
-    def _compact(self) -> list[int]:
-        """Numbers of the parameters of which tiles have looked up rows alone."""
-        names = compact_parameters(self._plan)
-        return [number for number, own in enumerate(self._plan.graph.parameters) if own.name in names] if names else []
 
     def _fetched(self) -> None:
         """Fetched regions that are assembled or received, and pieces that are received in buffers of their own first."""

@@ -1,4 +1,4 @@
-"""What tiles of variants keep, read and make, in bytes: worked out once for all engines of a graph (``shared``). It knows no devices, and
+"""Bytes that tiles of variants keep, read and make: worked out once for all engines of a graph (``shared``). It knows no devices, and
 no engine's numbers; ``bound`` puts it into an engine's tables.
 """
 
