@@ -18,8 +18,8 @@ from typing import Literal, NamedTuple
 
 from soap.errors import StrategyError
 from soap.model.batch import MicroBatches
-from soap.schedules.table import KINDS, SHARES, WORK, Kind, lacking
-from soap.strategy.division import halves, is_divided, weights_share
+from soap.schedules.table import KINDS, WORK, Kind, lacking
+from soap.strategy.division import shares
 
 Pass = Literal["F", "B", "W"]
 """What a tile does: its forward pass; its backward pass, or, if that is divided, the first half; the other half."""
@@ -60,36 +60,35 @@ class PassOrder:
         return {action: place for place, action in enumerate(self.actions)}
 
     @cached_property
-    def splits(self) -> bool:
-        """Whether backward passes are in two."""
-        return any(len(WORK[action.kind].shares) < len(SHARES) - 1 for action in self.actions if action.kind != "F")
-
-    @cached_property
     def kinds(self) -> tuple[Kind, ...]:
         """Those of its actions, of which one is the whole backward pass or none, and those that do what is left."""
-        found = {action.kind for action in self.actions} - ({"B"} if self.splits else set())
+        found = {action.kind for action in self.actions}
+        if found - {"F", "B"}:
+            found.discard("B")
         found.update(lacking(share for kind in found for share in WORK[kind].shares))
         return tuple(kind for kind in KINDS if kind in found)
 
     @cached_property
     def backward(self) -> tuple[Kind, ...]:
         """By operator: the kind of the actions in which its backward pass, or the first half of it, takes place."""
-        late = [halves(self.cut.graph, op) == ("W",) for op in self.cut.graph.operators]
-        return tuple([self.weights[position] if own else self._kind("inputs") for position, own in enumerate(late)])
+        return tuple([self._kind(*own[:1]) for own in self._shares])
 
     @cached_property
     def weights(self) -> tuple[Kind, ...]:
-        """By operator: the kind of the actions in which the gradients of its parameters are made, if it has any."""
-        return tuple([self._kind(weights_share(self.cut.graph, op)) for op in self.cut.graph.operators])
+        """By operator: the kind of the actions in which its backward pass, or the other half of it, takes place."""
+        return tuple([self._kind(*own[-1:]) for own in self._shares])
 
-    def _kind(self, share: str) -> Kind:
+    @cached_property
+    def _shares(self) -> list[tuple[str, ...]]:
+        return [shares(self.cut.graph, op) for op in self.cut.graph.operators]
+
+    def _kind(self, share: str = "inputs") -> Kind:
         return next(kind for kind in self.kinds if share in WORK[kind].shares)
 
     @cached_property
     def divided(self) -> frozenset[int]:
         """Positions of the operators whose backward pass is in two."""
-        graph = self.cut.graph
-        return frozenset(i for i, op in enumerate(graph.operators if self.splits else ()) if is_divided(graph, op))
+        return frozenset(i for i, (first, other) in enumerate(zip(self.backward, self.weights, strict=True)) if first != other)
 
     def rank(self, own: Pass, position: int, part: int) -> int:
         """The place of the action to which a pass of a part of an operator belongs; of the loss's epilogue, the place behind all.
@@ -103,7 +102,7 @@ class PassOrder:
 
     def _needs(self) -> Iterator[tuple[PassAction, PassAction, str]]:
         """(action, action that waits for it, why)."""
-        cut, last, back = self.cut, self.cut.count - 1, self._kind("inputs")
+        cut, last, back = self.cut, self.cut.count - 1, self._kind()
         for chunk in {*self.chunks}:
             for m in range(cut.count):
                 yield PassAction("F", chunk, m), PassAction(back, chunk, m), "a backward pass follows its forward pass"

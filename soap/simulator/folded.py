@@ -143,8 +143,8 @@ class FoldedSimulation:
                 chosen = [(local, self.folding.topology, group) for group in parted.groups]
                 if copy == COMMON:
                     chosen = [(carried, self.topology, communication.common[groups[task.name]].devices)]
-                for counted, *among in chosen if task.bytes else ():
-                    for link, size in parted_link_bytes(*among, parted.size_bytes).items():
+                for counted, cluster, group in chosen if task.bytes else ():
+                    for link, size in parted_link_bytes(cluster, group, parted.size_bytes).items():
                         counted[link] += size
             elif task.bytes and copy != COMMON:
                 for link, size in task_links(communication, task, groups):
@@ -198,7 +198,7 @@ class FoldedSimulation:
         return found
 
     def _resource(self, task: Task) -> int:
-        """Of a need, which holds nothing (``second_runs``), the device whose tile needs something."""
+        """The device whose tile needs something, for a need, which holds nothing itself (``second_runs``)."""
         plan = self.tasks.plan
         operator = len(plan.graph.operators) - 1 - task.id[1]
         return plan.tiles[plan.first_tile[operator] + task.id[3]].device

@@ -16,20 +16,10 @@ from soap.schedules.table import WEIGHTS
 Half = Literal["I", "W"]
 
 
-def halves(graph: OperatorGraph, op: Operator) -> tuple[Half, ...]:
-    """The passes into which the backward pass of an operator is divided, in their order; none if it has no backward pass."""
+def shares(graph: OperatorGraph, op: Operator) -> tuple[str, ...]:
+    """What there is to do in the backward pass of an operator, in order, of ``schedules.table.SHARES``; nothing if it has none."""
     if not graph.needs_backward(op):
         return ()
     weights = any(graph.tensors[operand.tensor].requires_grad for operand in op.parameters)
     inputs = any(graph.tensors[operand.tensor].requires_grad for operand in op.inputs)
-    return ("I", "W") if inputs and weights else ("W",) if weights else ("I",)
-
-
-def weights_share(graph: OperatorGraph, op: Operator) -> str:
-    """Among which gradients of weights those of an operator are (``schedules.table``)."""
-    return WEIGHTS[0]
-
-
-def is_divided(graph: OperatorGraph, op: Operator) -> bool:
-    """Whether an operator has both passes."""
-    return len(halves(graph, op)) > 1
+    return ("inputs", *WEIGHTS) if inputs and weights else WEIGHTS if weights else ("inputs",)

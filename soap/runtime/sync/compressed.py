@@ -79,14 +79,14 @@ class CompressedSum(BucketedSum):
         while self._courses:
             for number in sorted(self._courses):
                 course, pending = self._courses.pop(number)
-                self._go_on(number, course, pending.wait())
+                self._advance(number, course, pending.wait())
         if part.last:
             self._hand_on()
         super().end(part)
 
     def _select(self, number: int, gradients: Sequence[torch.Tensor]) -> None:
         courses = [self.peers[shard].course(own) for shard, own in zip(self.syncs[number].shards, gradients, strict=True)]
-        self._go_on(number, self._apart(number, joined(courses)), None)
+        self._advance(number, self._apart(number, joined(courses)), None)
 
     def _complete(self, number: int) -> None:
         """Complete this rank's gradients in a buffer."""
@@ -130,7 +130,7 @@ class CompressedSum(BucketedSum):
             pending.wait()
         self._collecting.clear()
 
-    def _go_on(self, number: int, course: Exchanges, received: torch.Tensor | None) -> None:
+    def _advance(self, number: int, course: Exchanges, received: torch.Tensor | None) -> None:
         """Take a course to its next exchange, and begin that, or to its end."""
         try:
             kind, message, name, sizes = next(course) if received is None else course.send(received)

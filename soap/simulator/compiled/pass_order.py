@@ -6,11 +6,13 @@ puts them back for the changed strategy.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from soap.plan.pass_order import PassOrder
+from soap.schedules.table import Kind
 from soap.simulator.compiled.arrays import copy, fill
 from soap.simulator.compiled.graph_arrays import Ints
 from soap.simulator.compiled.jit import compiled
@@ -50,7 +52,7 @@ def pass_tables(order: PassOrder | None, operators: int) -> PassTables:
     if order is None:
         whole = ints([0] * operators)
         return PassTables(ints([1]), ints([]), ints([]), ints([0]), ints([]), ints([]), whole, ints([]), ints([]), whole)
-    own = ["F"] * operators, order.backward, order.weights
+    own: Sequence[Sequence[Kind]] = ["F"] * operators, order.backward, order.weights
     groups = {key: number for number, key in enumerate(sorted({action[:2] for action in order.actions}))}
     members: list[list[tuple[int, int]]] = [[] for _ in groups]
     group_of = np.full((len(own), operators), -1, np.int32)
@@ -62,8 +64,8 @@ def pass_tables(order: PassOrder | None, operators: int) -> PassTables:
     for action, rank in order.ranks.items():
         ranks[groups[action[:2]], action.microbatch] = rank
     back = ranks[[groups[key] for key in zip(order.backward, order.chunks, strict=True)]]
-    whole = [order.cut.parts(op) == 1 for op in range(operators)]
-    back[whole] = back[whole, -1:]  # an operator that is not cut has its one rank for all micro-batches
+    uncut = [order.cut.parts(op) == 1 for op in range(operators)]
+    back[uncut] = back[uncut, -1:]  # an operator that is not cut has its one rank for all micro-batches
     return PassTables(
         count=ints([order.cut.count]),
         group=ints(groups[action[:2]] for action in order.actions),
