@@ -94,7 +94,7 @@ _SUFFIXES = {
     ".csv": "a table", ".svg": "a picture", ".sh": "a script", ".ipynb": "a notebook",
 }  # fmt: skip
 
-_CELL = re.compile(rb"\d+[A-Z_]+\d*|\([0-9FBIW;]+\)OVERLAP_F_B")
+_CELL = re.compile(rb"\d+[A-Z_]+\d*|\([0-9A-Z;]+\)OVERLAP_F_B")
 
 
 def _head(path: Path) -> bytes:

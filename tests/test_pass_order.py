@@ -131,7 +131,7 @@ def test_backward_passes_in_two() -> None:
     cut = MicroBatches(chain(), 2)
     order = staged(cut, "0F0", "1F0", "1I0", "0I0", "0F1", "1F1", "0W0", "1W0", "1I1", "0I1", "0W1", "1W1")
     index = cut.graph.index
-    assert order.splits and order.divided == {index["second"], index["third"]}
+    assert order.divided == {index["second"], index["third"]}
     assert [order.backward[index[name]] for name in ("first", "second", "third")] == ["W", "I", "I"] and order.backward[-1] == "I"
     assert (order.rank("B", index["first"], 0), order.rank("B", index["second"], 1), order.rank("W", index["second"], 1)) == (6, 8, 11)
     with pytest.raises(StrategyError, match="schedule runs 1W0 before 1I0; expected the reverse: weight gradients follow input gradients"):

@@ -18,8 +18,8 @@ from typing import Literal, NamedTuple
 
 from soap.errors import StrategyError
 from soap.model.batch import MicroBatches
-from soap.schedules.table import Kind
-from soap.strategy.division import halves, is_divided
+from soap.schedules.table import KINDS, WORK, Kind, lacking
+from soap.strategy.division import shares
 
 Pass = Literal["F", "B", "W"]
 """What a tile does: its forward pass; its backward pass, or, if that is divided, the first half; the other half."""
@@ -46,7 +46,7 @@ class PassOrder:
     actions: tuple[PassAction, ...]
 
     def __post_init__(self) -> None:
-        wanted = {PassAction(kind, chunk, m) for kind in self._kinds for chunk in {*self.chunks} for m in range(self.cut.count)}
+        wanted = {PassAction(kind, chunk, m) for kind in self.kinds for chunk in {*self.chunks} for m in range(self.cut.count)}
         if len(self.actions) != len(wanted) or wanted != {*self.actions}:
             odd = sorted(map(str, wanted ^ {*self.actions})) or ["one occurs twice"]
             raise StrategyError(f"schedule of {len(self.actions)} actions; expected each of {len(wanted)} once: {', '.join(odd[:3])}")
@@ -60,27 +60,35 @@ class PassOrder:
         return {action: place for place, action in enumerate(self.actions)}
 
     @cached_property
-    def splits(self) -> bool:
-        """Whether backward passes are in two."""
-        return any(action.kind in ("I", "W") for action in self.actions)
-
-    @property
-    def _kinds(self) -> tuple[Kind, ...]:
-        return ("F", "I", "W") if self.splits else ("F", "B")
+    def kinds(self) -> tuple[Kind, ...]:
+        """Those of its actions, of which one is the whole backward pass or none, and those that do what is left."""
+        found = {action.kind for action in self.actions}
+        if found - {"F", "B"}:
+            found.discard("B")
+        found.update(lacking(share for kind in found for share in WORK[kind].shares))
+        return tuple(kind for kind in KINDS if kind in found)
 
     @cached_property
     def backward(self) -> tuple[Kind, ...]:
         """By operator: the kind of the actions in which its backward pass, or the first half of it, takes place."""
-        own: list[Kind] = ["B"] * len(self.chunks)
-        for position, op in enumerate(self.cut.graph.operators if self.splits else ()):
-            own[position] = next(iter(halves(self.cut.graph, op)), "I")
-        return tuple(own)
+        return tuple([self._kind(*own[:1]) for own in self._shares])
+
+    @cached_property
+    def weights(self) -> tuple[Kind, ...]:
+        """By operator: the kind of the actions in which its backward pass, or the other half of it, takes place."""
+        return tuple([self._kind(*own[-1:]) for own in self._shares])
+
+    @cached_property
+    def _shares(self) -> list[tuple[str, ...]]:
+        return [shares(self.cut.graph, op) for op in self.cut.graph.operators]
+
+    def _kind(self, share: str = "inputs") -> Kind:
+        return next(kind for kind in self.kinds if share in WORK[kind].shares)
 
     @cached_property
     def divided(self) -> frozenset[int]:
         """Positions of the operators whose backward pass is in two."""
-        graph = self.cut.graph
-        return frozenset(i for i, op in enumerate(graph.operators if self.splits else ()) if is_divided(graph, op))
+        return frozenset(i for i, (first, other) in enumerate(zip(self.backward, self.weights, strict=True)) if first != other)
 
     def rank(self, own: Pass, position: int, part: int) -> int:
         """The place of the action to which a pass of a part of an operator belongs; of the loss's epilogue, the place behind all.
@@ -89,17 +97,19 @@ class PassOrder:
             return len(self.actions)
         if self.cut.parts(position) == 1:
             part = 0 if own == "F" else self.cut.count - 1
-        return self.ranks[PassAction(self.backward[position] if own == "B" else own, self.chunks[position], part)]
+        kind = self.backward[position] if own == "B" else self.weights[position] if own == "W" else own
+        return self.ranks[PassAction(kind, self.chunks[position], part)]
 
     def _needs(self) -> Iterator[tuple[PassAction, PassAction, str]]:
         """(action, action that waits for it, why)."""
-        cut, last, back = self.cut, self.cut.count - 1, self._kinds[1]
+        cut, last, back = self.cut, self.cut.count - 1, self._kind()
         for chunk in {*self.chunks}:
             for m in range(cut.count):
                 yield PassAction("F", chunk, m), PassAction(back, chunk, m), "a backward pass follows its forward pass"
-                if self.splits:
-                    yield PassAction("I", chunk, m), PassAction("W", chunk, m), "weight gradients follow input gradients"
-                for kind in self._kinds if m else ():
+                for kind in self.kinds:
+                    if kind not in ("F", back):
+                        yield PassAction(back, chunk, m), PassAction(kind, chunk, m), "weight gradients follow input gradients"
+                for kind in self.kinds if m else ():
                     yield PassAction(kind, chunk, m - 1), PassAction(kind, chunk, m), "micro-batches pass a chunk in their order"
         for (maker, reader), barrier in self._edges().items():
             why = f"chunk {reader} reads chunk {maker}"

@@ -132,7 +132,7 @@ class OperatorPart:
 
 class Sums(NamedTuple):
     """What devices sum, and have in common. ``groups``: sets of devices that sum partial results. ``regions``: how a region of a parameter
-    is synchronized, and the region."""
+    is to be synchronized, and the region."""
 
     groups: tuple[tuple[int, ...], ...]
     regions: tuple[tuple[SyncConfig, Cell], ...]
@@ -251,8 +251,8 @@ class PlanBuilder:
             for name in names:
                 users = sorted({user for user, _ in self.graph.parameter_users[name]})
                 cells = () if name in done else self._cells(name, tuple((user, configs[user]) for user in users))
-                used = [(self._keeping.used(name, cell, strategy.sync(name)), cell) for cell in cells]
-                regions += [(sync, cell) for sync, cell in used if sync is not None]
+                sync = strategy.sync(name)
+                regions += [(sync, cell) for cell in cells if self._keeping.used(name, cell, sync) is not None]
                 done.add(name)
         return Sums(tuple(groups), tuple(regions))
 

@@ -20,7 +20,7 @@ from soap.schedules.checking import OFFERED
 from soap.schedules.dependencies import Barrier
 from soap.schedules.named import NamedSchedule, parse
 from soap.schedules.play import equal, play
-from soap.schedules.table import Action, Table
+from soap.schedules.table import WORK, Action, Table
 from soap.strategy.config import Strategy
 from soap.strategy.stages import chunks_of, stage_count
 
@@ -79,9 +79,10 @@ def merged(cut: MicroBatches, chunks: Sequence[int], table: Table) -> PassOrder:
 def _done(action: Action, parts: Sequence[tuple[int, int]], count: int) -> Iterator[PassAction]:
     """What an action of a table does. ``parts``: of its chunk, by the number of barriers before them: (that number, their own number)."""
     last = range(count) if action.microbatch == count - 1 else ()
-    if action.kind == "F":
+    shares = WORK[action.kind].shares
+    if "forward" in shares:
         now, later = [number for phase, number in parts if not phase], [number for phase, number in parts if phase]
-    elif action.kind == "W":  # all input gradients of the chunk are there
+    elif "inputs" not in shares:  # all input gradients of the chunk are there
         now, later = [number for _, number in reversed(parts)], []
     else:
         now, later = [number for _, number in parts[-1:]], [number for _, number in reversed(parts[:-1])]

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from soap.errors import ScheduleError
 from soap.schedules.dependencies import Barrier, Dependencies, Place, dependencies
 from soap.schedules.named import SCHEDULES
-from soap.schedules.table import Action, Kind, Table, marked, shown
+from soap.schedules.table import KINDS, WORK, Action, Kind, Table, lacking, marked, shown
 
 OFFERED = next(schedule.name for schedule in SCHEDULES if schedule.meets_barriers)
 """What to use where a barrier is in the way."""
@@ -51,7 +51,7 @@ def _require_once(table: Table) -> None:
     """No action twice, each chunk on one stage, and no chunk with the backward pass of a micro-batch both whole and in parts."""
     seen: dict[Action, Place] = {}
     stage_of: dict[int, int] = {}
-    parted: dict[tuple[int, int], Kind] = {}
+    done: dict[tuple[int, int, str], Kind] = {}
     for place, action in _cells(table):
         if action in seen:
             raise _refuse(table, place, f"{action} is done twice, at {_name(seen[action])} and at {_name(place)}; expected once")
@@ -59,9 +59,9 @@ def _require_once(table: Table) -> None:
         home = stage_of.setdefault(action.chunk, place.stage)
         if home != place.stage:
             raise _refuse(table, place, f"{action} is at {_name(place)}, but chunk {action.chunk} is on stage {home}; expected one stage")
-        if action.kind != "F":
-            other = parted.setdefault((action.chunk, action.microbatch), action.kind)
-            if "B" in (other, action.kind) and other != action.kind:
+        for share in WORK[action.kind].shares:
+            other = done.setdefault((action.chunk, action.microbatch, share), action.kind)
+            if other != action.kind:
                 both = f"chunk {action.chunk} has both {other} and {action.kind} of micro-batch {action.microbatch}"
                 raise _refuse(table, place, f"{both}; expected B alone, or I and W ({_name(place)})")
 
@@ -72,14 +72,10 @@ def _require_complete(table: Table) -> None:
     placement, microbatches = table.placement, table.microbatch_count
     for chunk, stage in enumerate(placement):
         for microbatch in range(microbatches):
-            whole, inputs, weights = (Action(kind, chunk, microbatch) in present for kind in ("B", "I", "W"))
-            lacks = None
-            if Action("F", chunk, microbatch) not in present:
-                lacks = f"{chunk}F{microbatch}"
-            elif not whole and not (inputs and weights):
-                lacks = f"{chunk}W{microbatch}" if inputs else f"{chunk}I{microbatch}" if weights else f"{chunk}B{microbatch}"
-            if lacks is not None:
-                error = ScheduleError(_missing(lacks, stage, len(placement), microbatches))
+            kinds = [kind for kind in KINDS if Action(kind, chunk, microbatch) in present]
+            lacks = sorted(lacking(share for kind in kinds for share in WORK[kind].shares), key=KINDS.index)
+            if lacks:
+                error = ScheduleError(_missing(f"{chunk}{lacks[0]}{microbatch}", stage, len(placement), microbatches))
                 error.add_note(marked(table, max(stage, 0), len(table.stages[max(stage, 0)])))  # the end of the stage's row
                 raise error
 
@@ -92,10 +88,9 @@ def _missing(action: str, stage: int, chunks: int, microbatches: int) -> str:
 def _require_own_order(table: Table) -> None:
     """On its stage, B and I of a micro-batch come behind F, and W behind I."""
     seen: set[Action] = set()
-    before: dict[Kind, Kind] = {"B": "F", "I": "F", "W": "I"}
     for place, action in _cells(table):
-        if action.kind != "F":
-            needed = Action(before[action.kind], action.chunk, action.microbatch)
+        if (behind := WORK[action.kind].behind) is not None:
+            needed = Action(behind, action.chunk, action.microbatch)
             if needed not in seen:
                 raise _refuse(table, place, f"{_name(place)} has {action} before {needed}; expected it behind {needed}")
         seen.add(action)

@@ -65,8 +65,8 @@ class Schedule:
     """What a schedule promises, and what it needs.
 
     ``name``: in commands and files. ``summary``: one line for people. ``actions``: of one stage, in order. ``fewest_chunks``,
-    ``most_chunks``: on each stage. ``placements``: that it is made for. ``splits_backward``: whether input and weight gradients are apart
-    (I and W). ``meets_barriers``: whether all micro-batches reach an operator before one goes on, whatever chunk it is in.
+    ``most_chunks``: on each stage. ``placements``: that it is made for. ``meets_barriers``: whether all micro-batches reach an operator
+    before one goes on, whatever chunk it is in.
     """
 
     name: str
@@ -75,7 +75,6 @@ class Schedule:
     fewest_chunks: int = 1
     most_chunks: int = 1
     placements: tuple[Placement, ...] = ("loop",)
-    splits_backward: bool = False
     meets_barriers: bool = False
 
     def table(self, shape: Shape) -> Table:

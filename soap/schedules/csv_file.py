@@ -15,14 +15,14 @@ from pathlib import Path
 
 from soap.errors import ScheduleError
 from soap.files import read_text, write_text_atomically
-from soap.schedules.table import MOST_ACTIONS, MOST_STAGES, Action, Table, parse_action
+from soap.schedules.table import ACTION, MOST_ACTIONS, MOST_STAGES, Action, Table, parse_action
 
 MOST_BYTES = 2**26
 MOST_CELLS = 8 * MOST_ACTIONS
 """Empty ones and communication included."""
 
 _COMMUNICATION = re.compile(r"\d{1,6}(?:(?:UNSHARD|RESHARD|REDUCE_GRAD)|(?:SEND_F|RECV_F|SEND_B|RECV_B)\d{1,6})", re.ASCII)
-_OVERLAPPED = re.compile(r"\((\d{1,6}[FBIW]\d{1,6}(?:;\d{1,6}[FBIW]\d{1,6})*)\)OVERLAP_F_B", re.ASCII)
+_OVERLAPPED = re.compile(rf"\(({ACTION}(?:;{ACTION})*)\)OVERLAP_F_B", re.ASCII)
 
 
 def loads(text: str) -> Table:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from soap.schedules.table import Action, Table
+from soap.schedules.table import WORK, Action, Table
 
 
 class Barrier(NamedTuple):
@@ -77,17 +77,16 @@ def dependencies(table: Table, barriers: Sequence[Barrier] = ()) -> Dependencies
     places = tuple(Place(stage, i) for stage, actions in enumerate(table.stages) for i in range(len(actions)))
     actions = tuple(table.stages[place.stage][place.position] for place in places)
     node_of = {action: node for node, action in enumerate(actions)}
-    backward = {(a.chunk, a.microbatch): node for node, a in enumerate(actions) if a.kind in ("B", "I")}
+    backward = {(a.chunk, a.microbatch): node for node, a in enumerate(actions) if "inputs" in WORK[a.kind].shares}
     needs: list[list[int]] = [[] if place.position == 0 else [node - 1] for node, place in enumerate(places)]
     last = table.chunk_count - 1
     for node, (kind, chunk, microbatch) in enumerate(actions):
-        if kind == "F" and chunk:
-            needs[node].append(node_of[Action("F", chunk - 1, microbatch)])
-        elif kind == "W":
-            needs[node].append(node_of[Action("I", chunk, microbatch)])
-        elif kind in ("B", "I"):
-            needs[node].append(node_of[Action("F", chunk, microbatch)])
-            needs[node] += [backward[chunk + 1, microbatch]] if chunk < last else []
+        shares, behind = WORK[kind]
+        needs[node] += [] if behind is None else [node_of[Action(behind, chunk, microbatch)]]
+        if "forward" in shares and chunk:
+            needs[node].append(node_of[Action(kind, chunk - 1, microbatch)])
+        if "inputs" in shares and chunk < last:
+            needs[node].append(backward[chunk + 1, microbatch])
     gates = _add_gates(barriers, actions, needs)
     return Dependencies(actions, places, tuple(map(tuple, needs)), gates)
 
@@ -97,16 +96,16 @@ def _add_gates(barriers: Sequence[Barrier], actions: Sequence[Action], needs: li
     first = {barrier.chunk: barrier for barrier in reversed(barriers)}
     forward: dict[int, int] = {}
     backward: dict[int, int] = {}
-    for gates, kinds in ((forward, "F"), (backward, "BI")):
+    for gates, share in ((forward, "forward"), (backward, "inputs")):
         for chunk in first:
             gates[chunk] = len(needs)
-            needs.append([node for node, action in enumerate(actions) if action.chunk == chunk and action.kind in kinds])
+            needs.append([node for node, action in enumerate(actions) if action.chunk == chunk and share in WORK[action.kind].shares])
     for node, (kind, chunk, _) in enumerate(actions):
-        if kind == "F":
+        if "forward" in WORK[kind].shares:
             awaited = [forward.get(chunk - 1)]
-        elif kind == "W":
-            awaited = [backward.get(chunk)]
-        else:
+        elif "inputs" in WORK[kind].shares:
             awaited = [forward.get(chunk), backward.get(chunk + 1)]
+        else:
+            awaited = [backward.get(chunk)]
         needs[node] += [gate for gate in awaited if gate is not None]
     return (*first.values(), *first.values())

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from soap.schedules.table import Kind, Table
-
-_CHANGES: Mapping[Kind, tuple[int, int]] = {"F": (1, 0), "B": (-1, 0), "I": (-1, 1), "W": (0, -1)}
-"""How many micro-batches a stage keeps activations of, and what weight gradients need, more or fewer for an action."""
+from soap.schedules.table import WEIGHTS, WORK, Table
 
 
 def in_flight(table: Table) -> tuple[int, ...]:
@@ -31,9 +28,11 @@ def peaks(table: Table, activation_bytes: Sequence[int], weight_bytes: Sequence[
     found = []
     for actions in table.stages:
         kept = most = 0
-        for kind, chunk, _ in actions:
-            activations, weights = _CHANGES[kind]
-            kept += activations * activation_bytes[chunk] + weights * weight_bytes[chunk]
+        last = {action[1:]: place for place, action in enumerate(actions) if not {*WEIGHTS}.isdisjoint(WORK[action.kind].shares)}
+        for place, (kind, chunk, microbatch) in enumerate(actions):
+            shares = WORK[kind].shares
+            kept += (("forward" in shares) - ("inputs" in shares)) * activation_bytes[chunk]
+            kept += (("inputs" in shares) - (last.get((chunk, microbatch)) == place)) * weight_bytes[chunk]
             most = max(most, kept)
         found.append(most)
     return tuple(found)

@@ -12,11 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
+from math import ceil
 
 from soap.errors import ScheduleError
 from soap.schedules.checking import check
 from soap.schedules.dependencies import Barrier, Dependencies
-from soap.schedules.table import Kind, Table
+from soap.schedules.table import WEIGHTS, WORK, Kind, Table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,10 +33,10 @@ class Durations:
 
 def equal(chunks: int, *, forward_ns: int, input_ns: int, weight_ns: int, message_ns: int = 0) -> Durations:
     """The same for all chunks; a whole backward pass takes as long as its two parts."""
-    each = {"F": forward_ns, "B": input_ns + weight_ns, "I": input_ns, "W": weight_ns}
-    actions: dict[Kind, list[int]] = {"F": [], "B": [], "I": [], "W": []}
-    for kind, known in actions.items():
-        known += [each[kind]] * chunks
+    actions: dict[Kind, list[int]] = {}
+    for kind, work in WORK.items():
+        own = forward_ns * ("forward" in work.shares) + input_ns * ("inputs" in work.shares) + ceil(weight_ns * work.gives_weights)
+        actions[kind] = [own] * chunks
     return Durations(actions_ns=actions, forward_ns=[message_ns] * (chunks - 1), backward_ns=[message_ns] * (chunks - 1))
 
 
@@ -73,9 +74,9 @@ class Played:
         """(Time in ns, micro-batches from there on) of a stage, over all of its chunks: from the start of F to the end of B or I."""
         changes: dict[int, int] = {}
         for action, start_ns, end_ns in zip(self.table.stages[stage], self.starts_ns[stage], self.ends_ns[stage], strict=True):
-            if action.kind != "W":
-                when_ns, change = (start_ns, 1) if action.kind == "F" else (end_ns, -1)
-                changes[when_ns] = changes.get(when_ns, 0) + change
+            for share, when_ns, change in (("forward", start_ns, 1), ("inputs", end_ns, -1)):
+                if share in WORK[action.kind].shares:
+                    changes[when_ns] = changes.get(when_ns, 0) + change
         found, count = [], 0
         for when_ns in sorted(changes):
             count += changes[when_ns]
@@ -119,18 +120,19 @@ def least_ns(table: Table, durations: Durations) -> tuple[int, ...]:
     actions_ns, crossing = durations.actions_ns, [a != b for a, b in pairwise(table.placement)]
     counts = [Counter((kind, chunk) for kind, chunk, _ in own) for own in table.stages]
     kinds = {kind for own in counts for kind, _ in own}
-    back_ns = [min(actions_ns[kind][chunk] for kind in kinds & {"B", "I"}) for chunk in range(table.chunk_count)]
+    back = [kind for kind in kinds if "inputs" in WORK[kind].shares]
+    back_ns = [min(actions_ns[kind][chunk] for kind in back) for chunk in range(table.chunk_count)]
     fill_ns, drain_ns = [0], [0]
     for chunk, crosses in enumerate(crossing):
-        there, back = (own[chunk] if own and crosses else 0 for own in (durations.forward_ns, durations.backward_ns))
-        fill_ns.append(fill_ns[-1] + actions_ns["F"][chunk] + there)
-        drain_ns.append(drain_ns[-1] + back_ns[chunk] + back)
+        there_ns, here_ns = (own[chunk] if own and crosses else 0 for own in (durations.forward_ns, durations.backward_ns))
+        fill_ns.append(fill_ns[-1] + actions_ns["F"][chunk] + there_ns)
+        drain_ns.append(drain_ns[-1] + back_ns[chunk] + here_ns)
     found = []
     for stage, own in enumerate(counts):
         first = table.placement.index(stage)
         by_kind = {kind: sum(count * actions_ns[kind][chunk] for (one, chunk), count in own.items() if one == kind) for kind in kinds}
-        work_ns = sum(by_kind.values())
-        found.append(fill_ns[first] + max(work_ns, work_ns - by_kind.get("W", 0) + drain_ns[first]))
+        work_ns, late_ns = sum(by_kind.values()), sum(by_kind[kind] for kind in kinds if {*WORK[kind].shares} <= {*WEIGHTS})
+        found.append(fill_ns[first] + max(work_ns, work_ns - late_ns + drain_ns[first]))
     return tuple(found)
 
 
@@ -152,9 +154,9 @@ class _Messages:
     def send(self, node: int, ready_ns: int) -> None:
         """Note when what an action made arrives at the stage that waits for it, if there is one."""
         kind, chunk, _ = self._known.actions[node]
-        forward = kind == "F"
+        forward = "forward" in WORK[kind].shares
         border = chunk if forward else chunk - 1
-        if kind == "W" or border < 0:
+        if border < 0 or not (forward or "inputs" in WORK[kind].shares):
             return
         by_border_ns = self._forward_ns if forward else self._backward_ns
         takes_ns = by_border_ns[border] if border < len(by_border_ns) else 0  # nobody waits for the last chunk

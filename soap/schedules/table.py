@@ -10,23 +10,50 @@ A table may be wrong: ``checking`` says whether it can be executed.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple, Self, get_args
+from typing import Literal, NamedTuple, Self
 
 from soap.errors import ScheduleError
 
+WEIGHTS = ("weights",)
+SHARES = ("forward", "inputs", *WEIGHTS)
+"""What there is to do of a chunk for a micro-batch: a forward pass, gradients of the inputs, which stages before wait for, and of the
+weights (of which operators: ``strategy.division``)."""
+
+
+class Work(NamedTuple):
+    """What an action of a kind does. ``shares``: of ``SHARES``. ``behind``: the action of the same chunk and micro-batch that it waits for.
+    """
+
+    shares: tuple[str, ...]
+    behind: Kind | None = None
+
+    @property
+    def gives_weights(self) -> float:
+        """How much it does of all gradients of weights."""
+        return len({*self.shares} & {*WEIGHTS}) / len(WEIGHTS)
+
+
 Kind = Literal["F", "B", "I", "W"]
-"""Forward pass; whole backward pass; or this in two parts: gradients of the inputs, which stages before wait for, and of the weights."""
-KINDS: tuple[Kind, ...] = get_args(Kind)
+WORK: Mapping[Kind, Work] = {
+    "F": Work(("forward",)),
+    "B": Work(("inputs", *WEIGHTS), "F"),
+    "I": Work(("inputs",), "F"),
+    "W": Work(WEIGHTS, "I"),
+}
+"""All that is known of actions: whatever plays, keeps or runs them reads it here. A chunk has each share once."""
+KINDS: tuple[Kind, ...] = tuple(WORK)
+_LETTERS = "".join(KINDS)
 
 MOST_STAGES, MOST_CHUNKS, MOST_MICROBATCHES = 4096, 2**16, 2**16
 MOST_ACTIONS = 2**20
 """Of all stages together: above any real schedule, and few enough for memory."""
 
 IDLE = "."
-_ACTION = re.compile(r"(\d{1,6})([FBIW])(\d{1,6})", re.ASCII)
+ACTION = rf"\d{{1,6}}[{_LETTERS}]\d{{1,6}}"
+_ACTION = re.compile(rf"(\d{{1,6}})([{_LETTERS}])(\d{{1,6}})", re.ASCII)
 _ROW = re.compile(r"stage (\d{1,6}) (.*)", re.ASCII)
 _LONGEST_SHOWN = 40
 
@@ -40,6 +67,15 @@ class Action(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.chunk}{self.kind}{self.microbatch}"
+
+
+def lacking(done: Iterable[str]) -> Iterator[Kind]:
+    """The kinds that do what is not among these shares, the fewest ones first."""
+    missing = {*SHARES} - {*done}
+    for kind, work in sorted(WORK.items(), key=lambda own: -len(own[1].shares)):
+        if missing.issuperset(work.shares):
+            yield kind
+            missing -= {*work.shares}
 
 
 def parse_action(text: str) -> Action:

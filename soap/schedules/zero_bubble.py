@@ -31,5 +31,4 @@ SCHEDULE = Schedule(
     name="zb-h1",
     summary="1F1B with weight gradients apart, which fill a part of the bubble",
     actions=_actions,
-    splits_backward=True,
 )

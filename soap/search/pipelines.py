@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from math import inf
+from math import ceil, inf
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,7 +24,7 @@ from soap.schedules.dependencies import Dependencies
 from soap.schedules.in_flight import in_flight, peaks
 from soap.schedules.named import SCHEDULES, NamedSchedule
 from soap.schedules.play import Durations, least_ns, play
-from soap.schedules.table import Kind, Table
+from soap.schedules.table import WORK, Kind, Table
 from soap.search.constraints import Allowed
 from soap.search.stage_costs import StageCosts, StagePrices
 from soap.search.stage_groups import StageGroups, stage_groups
@@ -230,8 +230,9 @@ def _judged(
 
     borders = [int(chain.message_ns[a, b, cut - 1]) // (2 * count) for a, b, cut in zip(cut.kinds, cut.kinds[1:], bounds[1:], strict=False)]
     forward, backward = ([own // count for own in by_chunk(values)] for values in (costs.forward_ns, costs.backward_ns))
-    half = [-(-own // 2) for own in backward]  # of both kinds of gradients, roughly
-    actions: dict[Kind, Sequence[int]] = {"F": forward, "B": backward, "I": half, "W": half}
+    actions: dict[Kind, Sequence[int]] = {"F": forward}
+    for kind, work in WORK.items():  # both kinds of gradients take as long, roughly
+        actions.setdefault(kind, [ceil(own * (("inputs" in work.shares) + work.gives_weights) / 2) for own in backward])
     durations = Durations(actions_ns=actions, forward_ns=borders, backward_ns=borders)
     if max(least_ns(table, durations)) > found.worth_ns:
         return None

@@ -27,7 +27,6 @@ from soap.simulator.costs import CostModel
 from soap.simulator.cut_parameters import CutParameter, Need, cut_parameter
 from soap.simulator.memory.peaks import away_bytes
 from soap.simulator.memory.tile_regions import boxes_of
-from soap.strategy.division import is_divided
 from soap.strategy.shares import Shares, weights_of
 
 Regions = Mapping[Operand, Longs]
@@ -110,18 +109,18 @@ class CutOperators:
         """The first operator that differs from the one at ``position`` only in names."""
         return self._class_of[position]
 
-    def key(self, position: int, degrees: tuple[int, ...], shares: Shares, micro_batches: MicroBatches, divides: bool) -> Hashable:
+    def key(self, position: int, degrees: tuple[int, ...], shares: Shares, micro_batches: MicroBatches, divided: bool) -> Hashable:
         """Equal for what is cut alike."""
-        return self._class_of[position], degrees, shares, micro_batches.count, divides
+        return self._class_of[position], degrees, shares, micro_batches.count, divided
 
     def cut(
-        self, position: int, degrees: tuple[int, ...], shares: Shares, micro_batches: MicroBatches, divides: bool
+        self, position: int, degrees: tuple[int, ...], shares: Shares, micro_batches: MicroBatches, divided: bool
     ) -> CutOperator:
-        """An operator under these degrees and shares, in micro-batches. ``divides``: whether backward passes are in two."""
-        key = self.key(position, degrees, shares, micro_batches, divides)
+        """An operator under these degrees and shares, in micro-batches. ``divided``: whether its backward pass is in two."""
+        key = self.key(position, degrees, shares, micro_batches, divided)
         found = self._made.get(key)
         if found is None:
-            found = self._made[key] = self._make(self._class_of[position], degrees, shares, micro_batches, divides)
+            found = self._made[key] = self._make(self._class_of[position], degrees, shares, micro_batches, divided)
         return found
 
     def tied(self, name: str, grids: tuple[tuple[Box, ...], ...]) -> CutParameter:
@@ -170,7 +169,7 @@ class CutOperators:
         return found
 
     def _make(
-        self, position: int, degrees: tuple[int, ...], shares: Shares, micro_batches: MicroBatches, divides: bool
+        self, position: int, degrees: tuple[int, ...], shares: Shares, micro_batches: MicroBatches, divided: bool
     ) -> CutOperator:
         op, graph = self.graph.operators[position], self.graph
         cut = self.regions(position, degrees, shares, micro_batches)
@@ -180,7 +179,7 @@ class CutOperators:
         outputs = [numbers[o] for o in op.outputs]
         groups = _groups(op, degrees, micro_batches.parts(position), micro_batches.factors[position])
         held = outputs if groups is None else [own[groups.first] for own in outputs]
-        asked = position, degrees, shares, micro_batches, divides
+        asked = position, degrees, shares, micro_batches, divided
         sparse = any(o.tensor in graph.sparse for o in op.parameters)
         return CutOperator(
             position=position,
@@ -214,19 +213,18 @@ class CutOperators:
         return sorted({o.tensor for o in op.parameters}, key=self._parameters.__getitem__)
 
     def _times(
-        self, position: int, degrees: tuple[int, ...], shares: Shares, micro_batches: MicroBatches, divides: bool, sparse_lookup: bool,
+        self, position: int, degrees: tuple[int, ...], shares: Shares, micro_batches: MicroBatches, divided: bool, sparse_lookup: bool,
         cut: tuple[Longs, Regions] | None,
     ) -> TileTimes:  # fmt: skip
         """How long tiles take. Those whose regions have equal shapes take equal times, so the cost model is asked once for them. ``cut``:
         ``regions``, if they are known."""
-        key = self.key(position, degrees, shares, micro_batches, divides), sparse_lookup
+        key = self.key(position, degrees, shares, micro_batches, divided), sparse_lookup
         found = self._timed.get(key)
         if found is None:
             op = self.graph.operators[position]
             cells, regions = cut or self.regions(position, degrees, shares, micro_batches)
             firsts, place = alike(_shapes(op, cells, regions))
             tiles = [replace(_tile(op, position, i, cells, regions), sparse_lookup=sparse_lookup) for i in firsts]
-            divided = divides and is_divided(self.graph, op)
             found = self._timed[key] = TileTimes(self.graph, self.costs, self.types, tiles, place, divided=divided)
         return found
 

@@ -163,7 +163,8 @@ class Engine:
         if order is not self._order:
             self._renew(order=pass_tables(order, len(self.graph.operators)))
             self._order = order
-        self.variants.micro_batches, self.variants.divides = self._orders.cut(strategy.microbatches), order is not None and order.splits
+        self.variants.micro_batches = self._orders.cut(strategy.microbatches)
+        self.variants.divided = order.divided if order is not None else frozenset()
 
     def _make_room(self, slots: int) -> None:
         """Grow the arrays to the least that a strategy needs at once, rather than trying every smaller size."""

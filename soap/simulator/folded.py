@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeVar
@@ -24,8 +24,8 @@ from soap.simulator.throughput import Throughput, throughput
 
 T = TypeVar("T")
 Longs = NDArray[np.int64]
-COMMON = LEFT
-"""In place of a copy's number: a task that all copies take part in."""
+COMMON, EACH = LEFT, LEFT + 1
+"""In place of a copy's number: a task that all copies take part in, together or each by itself."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,13 @@ class FoldedSimulation:
     @cached_property
     def bytes_moved(self) -> int:
         """Bytes that devices send each other."""
-        return sum(task.bytes * times for task, times in zip(self.tasks.tasks, self._times, strict=True))
+        return sum(size * times for size, times in zip(self.task_bytes, self._times, strict=True))
+
+    @property
+    def task_bytes(self) -> Iterator[int]:
+        """For each task, bytes that it moves in one of the copies for which it stands, or in all that take part."""
+        for task, copy in zip(self.tasks.tasks, self._copy, strict=True):
+            yield task.bytes * self.folding.count // LEFT if copy == EACH else task.bytes
 
     @property
     def messages(self) -> int:
@@ -134,11 +140,12 @@ class FoldedSimulation:
         for task, copy in zip(self.tasks.tasks, self._copy, strict=True):
             parted = collectives.get(task.name)
             if parted is not None:
-                chosen = (local, self.folding.topology, groups[task.name])
+                chosen = [(local, self.folding.topology, group) for group in parted.groups]
                 if copy == COMMON:
-                    chosen = (carried, self.topology, communication.common[groups[task.name]].devices)
-                for link, size in parted_link_bytes(*chosen[1:], parted.size_bytes).items() if task.bytes else ():
-                    chosen[0][link] += size
+                    chosen = [(carried, self.topology, communication.common[groups[task.name]].devices)]
+                for counted, cluster, group in chosen if task.bytes else ():
+                    for link, size in parted_link_bytes(cluster, group, parted.size_bytes).items():
+                        counted[link] += size
             elif task.bytes and copy != COMMON:
                 for link, size in task_links(communication, task, groups):
                     local[link] += size
@@ -178,21 +185,20 @@ class FoldedSimulation:
 
     @cached_property
     def _copy(self) -> list[int]:
-        """For each task, its copy: 0, 1 or ``COMMON``."""
+        """For each task, its copy: 0, 1, ``COMMON`` or ``EACH``."""
         copies, small = self.folding.copies, self.folding.topology
         own = set(copies.images[0].tolist())
         first = {i for i, device in enumerate(copies.devices) if device in own}
         first.update((small.device_count + self.folding.alike[self.folding.local[0]]).tolist())
         found = []
         for task in self.tasks.tasks:
-            common = task.kind in (TaskKind.REDUCE, TaskKind.SYNC) and self._groups[task.name] in self.folding.communication.common
-            found.append(COMMON if common else 0 if self._resource(task) in first else 1)
+            common = task.kind in (TaskKind.REDUCE, TaskKind.SYNC) and self._groups.get(task.name) in self.folding.communication.common
+            own = {resource in first for resource in task.resources or (self._resource(task),)}
+            found.append(COMMON if common else EACH if len(own) > 1 else 0 if True in own else 1)
         return found
 
     def _resource(self, task: Task) -> int:
-        """Something that a task holds; of a need, which holds nothing (``second_runs``), the device whose tile needs something."""
-        if task.resources:
-            return task.resources[0]
+        """The device whose tile needs something, for a need, which holds nothing itself (``second_runs``)."""
         plan = self.tasks.plan
         operator = len(plan.graph.operators) - 1 - task.id[1]
         return plan.tiles[plan.first_tile[operator] + task.id[3]].device

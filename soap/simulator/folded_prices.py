@@ -57,4 +57,4 @@ class FoldedCommunication(Communication):
 
     def places(self, sharing: tuple[int, ...]) -> Sequence[Sequence[int]]:
         """For each of the devices that share what they own in parts, the places of those for which it stands among all that do."""
-        return [own.tolist() for own in self.represented.places(sharing)]
+        return [own.tolist() for own in self.represented.places(sharing)] if sharing in self.common else super().places(sharing)

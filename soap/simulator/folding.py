@@ -8,10 +8,10 @@ copy, or *common*: a sum over all copies. ``fold`` checks these conditions, and 
    bandwidth and latency, which lead between hosts or do not; no two copies share such a local link;
 2. activations without a folded dimension are read on the device that holds them, so only common sums travel between copies;
 3. if a common sum (by any algorithm) holds a local link of copy 1, it holds the corresponding link of every copy j > 1, and vice versa;
-4. neither parameter servers (which belong to the host of one device) nor a sparse all-gather are used;
+4. what keeps parameters in step is rows (``plan.syncs``) of which each either is a common sum, or a collective of equal parts of all
+   copies, or moves everything inside copies, on corresponding devices of all of them;
 5. no device of the cluster is idle if the training clips: the sum for the norm, a common one, is over all of them;
-6. what readers own in parts (``syncs.represented``) all of them share, as one copy, and are GPUs, so that values and gradients move in
-   collectives of equal parts, which are common sums as well.
+6. what readers own in parts all of them share (``syncs.represented``), or those of each copy among themselves.
 
 Why the result is exact. Let F be the simulation of two copies, in which a common sum takes as long as it takes over the devices of all D.
 The claim: a task of copy j > 1 is ready, starts and ends when the corresponding task of copy 1 does in F; every other task when it does
@@ -54,13 +54,16 @@ from soap.plan.copies import LEFT, Copies, UnfoldableError, candidates, find_cop
 from soap.plan.marks.seam import kept_on_hosts
 from soap.plan.plan import Plan
 from soap.plan.planning import PlanBuilder
+from soap.plan.syncs.amounts import Group
+from soap.plan.syncs.keeping import serving
 from soap.plan.syncs.represented import Represented
+from soap.plan.syncs.seam import Flow, How, Row, Setting, method_of
 from soap.simulator.chunks import shortest_chunk_ns
 from soap.simulator.communication.allreduce import allreduce_options, parted_options
 from soap.simulator.communication.options import AllReduceOption
 from soap.simulator.draws import links_between_hosts
 from soap.simulator.folded_prices import CommonSums, FoldedCommunication
-from soap.strategy.config import Strategy
+from soap.strategy.config import Strategy, SyncConfig
 
 MOST_BUILDERS = 8
 """So many divisions of operators among copies are remembered."""
@@ -170,11 +173,12 @@ def fold(
 ) -> Folding | str:
     """The strategy folded over as many copies as possible, perhaps not exactly, or the reason why it cannot be folded, in one line. It must
     be legal. ``builders``: of the same graph, cluster and training."""
-    for sync in strategy.parameters.values():
-        if sync.contract.folding or sync.offload:
-            return sync.contract.folding or "optimizer states are offloaded"
-        if sync.contract.owned_in_parts and sync.within != "none":
-            return "each host has a copy in parts"
+    for sync in dict.fromkeys(strategy.parameters.values()):
+        if sync.offload:
+            return "optimizer states are offloaded"
+        rows = method_of(sync.contract).template((0, 1), (0, 1), Setting(even=True, exchanges=("all_gather",))).rows
+        if any(row.work or row.rounds for row in rows):
+            return f"synchronization by {sync.word} moves more than sums between copies"
     if kept_on_hosts(strategy):
         return "what operators keep is offloaded"
     if topology.ports:
@@ -217,11 +221,11 @@ class _Folding:
         builder = self._builders.builder(self.copies, before)
         self._check_fetches(builder)
         sums = builder.sums(replace(self.copies.strategy, microbatches=1))  # who sums together does not depend on micro-batches
-        owned = {cell[:2]: None for sync, cell in sums.regions if sync.contract.owned_in_parts}
-        parted = {readers for _, readers in owned}
-        if any(before.devices[reader].type.kind == "cpu" for readers in parted for reader in readers):
-            raise UnfoldableError("readers own parts of parameters, and are no GPUs")
-        every = dict.fromkeys([cell[1] for _, cell in sums.regions] + [*sums.groups])
+        used = dict.fromkeys((sync, readers) for sync, (_, readers, _) in sums.regions)
+        rows = [row for sync, readers in used for row in self._rows(before, sync, readers)]
+        parted = {group for row in rows if row.how is not How.SUM for group in row.groups}
+        owned = {cell[:2]: None for sync, cell in sums.regions if sync.contract.owned_in_parts and cell[1] in parted}
+        every = dict.fromkeys([readers for _, readers in used] + [*sums.groups] + [group for row in rows for group in row.groups])
         groups = self._common_groups(every)
         if self.training.clips and not any(sync.compression for sync, _ in sums.regions):
             if len(np.unique(self.images)) < self.topology.device_count:
@@ -257,6 +261,27 @@ class _Folding:
         hosts = np.array([device.host for device in devices])[self.images]
         if any(_pattern(own) != _pattern(hosts[0]) for own in hosts):
             raise UnfoldableError(f"{len(self.images)} copies are spread over hosts in different ways")
+
+    def _rows(self, before: Topology, sync: SyncConfig, readers: Group) -> Sequence[Row]:
+        """The rows by which these devices of both copies keep a region in step, which are those of all copies."""
+        everyone, found = self._represented.everyone(readers), []
+        even = not any(before.devices[reader].type.kind == "cpu" for reader in readers)
+        for topology, devices in ((before, readers), (self.topology, everyone)):
+            used, leaders = serving(topology, sync, devices)
+            found.append(method_of(used.contract).template(devices, leaders, Setting(even, used.partitions)).rows)
+            flows = [flow for row in found[0] for own, _ in row.rounds for flow in own]
+            if any(len(group) > 2 for source, target, _ in flows for group in self._represented.copies((source, target))):
+                raise UnfoldableError(f"{len(self.images)} copies of which devices send each other what they synchronize")
+        if [self._over_all(row) for row in found[0]] != [_among(row.groups, row.rounds) for row in found[1]]:
+            raise UnfoldableError(f"{len(self.images)} copies of which some synchronize parameters apart from others")
+        return found[0]
+
+    def _over_all(self, row: Row) -> object:
+        """``_among`` of the row of all copies to which one of both copies corresponds."""
+        copies = self._represented.copies
+        groups = [group for own in row.groups for group in copies(own)]
+        rounds = [([(a, b, size) for *ends, size in flows for a, b in copies(ends)], summed) for flows, summed in row.rounds]
+        return _among(groups, rounds)
 
     def _common_groups(self, groups: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
         """Sets of devices, of both copies, that take part in a common sum."""
@@ -362,6 +387,11 @@ class _Folding:
         alike[local[:LEFT]] = number[local[:LEFT]]
         alike[outside] = number[chosen][inverse.ravel()]
         return kept, alike
+
+
+def _among(groups: Sequence[Group], rounds: Sequence[tuple[Sequence[Flow], bool]]) -> object:
+    """Which devices move or sum something together in a row."""
+    return {tuple(sorted(group)) for group in groups}, [({*flows}, summed) for flows, summed in rounds if flows]
 
 
 def _on_small(option: AllReduceOption, alike: Ints) -> AllReduceOption:

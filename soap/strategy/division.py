@@ -11,19 +11,15 @@ from __future__ import annotations
 from typing import Literal
 
 from soap.model.graph import Operator, OperatorGraph
+from soap.schedules.table import WEIGHTS
 
 Half = Literal["I", "W"]
 
 
-def halves(graph: OperatorGraph, op: Operator) -> tuple[Half, ...]:
-    """The passes into which the backward pass of an operator is divided, in their order; none if it has no backward pass."""
+def shares(graph: OperatorGraph, op: Operator) -> tuple[str, ...]:
+    """What there is to do in the backward pass of an operator, in order, of ``schedules.table.SHARES``; nothing if it has none."""
     if not graph.needs_backward(op):
         return ()
     weights = any(graph.tensors[operand.tensor].requires_grad for operand in op.parameters)
     inputs = any(graph.tensors[operand.tensor].requires_grad for operand in op.inputs)
-    return ("I", "W") if inputs and weights else ("W",) if weights else ("I",)
-
-
-def is_divided(graph: OperatorGraph, op: Operator) -> bool:
-    """Whether an operator has both passes."""
-    return len(halves(graph, op)) > 1
+    return ("inputs", *WEIGHTS) if inputs and weights else WEIGHTS if weights else ("inputs",)

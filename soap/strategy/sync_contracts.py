@@ -1,7 +1,8 @@
 """The methods of synchronizing parameters: what each promises and which combination of owner, payload and residence it serves.
 
 This registry is the only list of them. Each method has a module of the same name in ``soap.plan.syncs`` (what it moves, updates and holds)
-and one in ``soap.runtime.sync`` (what a rank does). All other code asks for the contract's properties, never for the name.
+and, unless it sums in place, one in ``soap.runtime.sync`` (what a rank does). All other code asks for the contract's properties, never for
+the name.
 """
 
 from __future__ import annotations
@@ -44,8 +45,7 @@ class Contract:
     used only if the user names it. ``within``: what it can do inside hosts. ``most_partitions``: on servers. ``wire_bits``: bits that an
     element of a gradient takes on its way, if not the width of its type. ``state``: tensors that it keeps from step to step (a residual),
     which checkpoints must hold. ``offloads``: whether owners may keep the optimizer's state in their host's memory and update there
-    (``SyncConfig.offload``). ``folding``: why plans with it cannot be folded over copies; empty if they can (if readers own parts, between
-    GPUs that share one copy). ``host_word``: its word if something is done inside hosts first, if it has one; else that is said beside
+    (``SyncConfig.offload``). ``host_word``: its word if something is done inside hosts first, if it has one; else that is said beside
     ``word``.
     """
 
@@ -61,7 +61,6 @@ class Contract:
     wire_bits: int | None = None
     state: tuple[str, ...] = ()
     offloads: bool = False
-    folding: str = "the method of synchronization is not known to fold"
     host_word: str = ""
 
     @property
@@ -114,7 +113,6 @@ ALL_REDUCE = Contract(
     parameters="all",
     exact=True,
     offloads=True,
-    folding="",
 )
 """Gradients are summed over the readers, each of which updates its copy. The default method."""
 
@@ -128,7 +126,6 @@ METHODS: list[Contract] = [
         residence="kept",
         parameters="sparse",
         exact=True,
-        folding="parameters are synchronized by sparse all-gather",
     ),
     Contract(
         name="parameter_server",
@@ -140,7 +137,6 @@ METHODS: list[Contract] = [
         exact=True,
         within=("none", "host"),
         most_partitions=MAX_PARTITIONS,
-        folding="parameters on servers",
     ),
     Contract(
         name="row_server",
@@ -152,7 +148,6 @@ METHODS: list[Contract] = [
         exact=True,
         within=("none", "host"),
         most_partitions=MAX_PARTITIONS,
-        folding="parameters on servers",
     ),
     Contract(
         name="compressed",
@@ -163,7 +158,6 @@ METHODS: list[Contract] = [
         parameters="dense",
         exact=False,
         within=("none", "host"),
-        folding="gradients are compressed",
     ),
     Contract(
         name="sharded_state",
@@ -175,7 +169,6 @@ METHODS: list[Contract] = [
         exact=True,
         within=("none", "host"),
         offloads=True,
-        folding="",
     ),
     Contract(
         name="sharded",
@@ -188,7 +181,6 @@ METHODS: list[Contract] = [
         within=("none", "host"),
         host_word="hsdp",
         offloads=True,
-        folding="",
     ),
 ]
 """All methods, the default first. Their positions here are their numbers in compiled code."""

@@ -15,8 +15,8 @@ import torch
 from soap.errors import CheckpointError
 from soap.plan.syncs.all_reduce import BucketedSum as PlannedSum
 from soap.runtime.comm.redistribute import Pending
-from soap.runtime.sync.all_reduce import BucketedSum
 from soap.runtime.sync.seam import SyncContext
+from soap.runtime.sync.sums import BucketedSum
 from soap.runtime.trainer import Trainer
 from soap.strategy.config import OpConfig, Strategy, SyncConfig
 from soap.strategy.sync_contracts import METHODS, Contract
@@ -47,14 +47,16 @@ class Feedback(BucketedSum):
         super().__init__(context, syncs)  # type: ignore[arg-type]
         self.residuals = {number: torch.zeros_like(buffer) for number, buffer in self.buffers.items()}
 
-    def start_sum(self, number: int, buffer: torch.Tensor) -> Pending:
+    def start_sum(self, number: int, devices: tuple[int, ...]) -> Pending:
+        buffer = self.buffers[number]
+
         def rounded() -> None:
             buffer.add_(self.residuals[number])
             self.residuals[number].copy_(buffer)
             buffer.copy_(buffer.bfloat16())
             self.residuals[number].sub_(buffer)
 
-        return super().start_sum(number, buffer).then(rounded)
+        return super().start_sum(number, devices).then(rounded)
 
     def _residuals(self) -> Iterator[tuple[int, torch.Tensor]]:
         for number, residual in self.residuals.items():

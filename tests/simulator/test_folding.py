@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from soap import api
 from soap.cluster.overheads import CollectiveLatencyFactor
-from soap.cluster.topology import Device, Host, Link, Topology
+from soap.cluster.topology import Device, DeviceType, Host, Link, Topology
 from soap.model.graph import OperatorGraph
 from soap.plan.compression.training import PLAIN, PlannedTraining
 from soap.plan.copies import LEFT, find_copies
@@ -37,6 +37,7 @@ from tests.extent import MANY, USUAL, every, rows_often
 from tests.graph_builder import GraphBuilder, counting, mlp, transformer
 from tests.simulator.copied import Case, copied
 from tests.simulator.examples import ExampleSpreads, LaunchedCosts
+from tests.simulator.two_step import registered
 from tests.strategies import CPU, GPU, cluster, with_rails
 
 
@@ -75,9 +76,12 @@ def check(graph: OperatorGraph, topology: Topology, strategy: Strategy, folding:
         shift = 0 if not task.resources or task.resources[0] < count else folding.topology.device_count
         held = {r + shift for r in held if r >= 0}
         expected[told, frozenset(held)] += 1
+    folded = FoldedSimulation(folding, small, small_times, 0)
     found = Counter(
-        ((place(task), task.kind, start, end, task.bytes), frozenset(task.resources))
-        for task, start, end in zip(small.tasks, small_times.start_ns.tolist(), small_times.end_ns.tolist(), strict=True)
+        ((place(task), task.kind, start, end, moved), frozenset(task.resources))
+        for task, start, end, moved in zip(
+            small.tasks, small_times.start_ns.tolist(), small_times.end_ns.tolist(), folded.task_bytes, strict=True
+        )
     )
     assert found == expected
     assert others == Counter({told: number * (len(images) - LEFT) for told, number in first.items()})
@@ -166,6 +170,7 @@ def _on(configs: Mapping[str, OpConfig], before: int, after: int) -> dict[str, O
 
 
 SHARED = [SHARDED_STATE, SHARDED]
+IN_HOSTS = [replace(sync, within="host") for sync in SHARED]
 
 
 def shared(strategy: Strategy, graph: OperatorGraph, sync: SyncConfig) -> Strategy:
@@ -187,6 +192,22 @@ def test_equal_parts_are_folded_exactly(sync: SyncConfig, tensor: int) -> None:
     assert readers == ({((0, 1), 6)} if tensor == 1 else {((0, 2), 3), ((1, 3), 3), ((0, 1, 2, 3), 6)})
     check(graph, topology, strategy, folding)
     check_outcome(graph, topology, strategy, folding)
+
+
+@pytest.mark.parametrize("sync", [*IN_HOSTS, None], ids=["zero", "fsdp", "two_step"])
+@pytest.mark.parametrize(("kind", "tensor"), [(GPU, 1), (GPU, 2), (CPU, 1)])
+def test_what_stays_inside_hosts_is_folded_exactly(sync: SyncConfig | None, kind: DeviceType, tensor: int) -> None:
+    """A copy is a host with all that its devices exchange; between hosts there are sums of what one of each has."""
+    g, topology = GraphBuilder(), cluster([4, 4, 4], kind)
+    x = g.elementwise(g.linear(g.input("x", 24, 24), 48, name="first"), name="act")
+    graph = g.build(g.mean(g.linear(g.linear(x, 24, name="second"), 12, name="third"), name="loss"))
+    with registered():
+        strategy = shared(hybrid(graph, topology, tensor=tensor, pipeline=1), graph, sync or SyncConfig(payload="two steps", within="host"))
+        folding = fold(graph, topology, strategy)
+        assert isinstance(folding, Folding) and folding.exact and folding.count == 3
+        assert all(own.aggregated and own.cluster_readers is None for own in folding.plan.syncs)
+        check(graph, topology, strategy, folding)
+        check_outcome(graph, topology, strategy, folding)
 
 
 @settings(USUAL, suppress_health_check=list(HealthCheck))
@@ -330,12 +351,17 @@ def test_reasons_why_not() -> None:
     spread = data_parallel(graph, topology)
     name, parameter = graph.operators[0].name, graph.parameters[0].name
     assert isinstance(fold(graph, topology, spread), Folding)
-    assert _reason(graph, topology, spread.with_parameter(parameter, parameter_server(1))) == "parameters on servers"
+    assert _reason(graph, topology, spread.with_parameter(parameter, parameter_server(1))) == (
+        "synchronization by parameter_server moves more than sums between copies"
+    )
     assert _reason(graph, cluster([2]), data_parallel(graph, cluster([2]))) == "at most 2 devices in use"
-    assert _reason(graph, topology, spread.with_parameter(parameter, SHARDED_IN_HOSTS)) == "each host has a copy in parts"
+    alone = fold(graph, topology, spread.with_parameter(parameter, SHARDED_IN_HOSTS))  # there is nobody to share with
+    assert isinstance(alone, Folding) and alone.plan.syncs == fold(graph, topology, spread).plan.syncs  # type: ignore[union-attr]
     processors = cluster([1, 1, 1, 1], CPU)
     own = spread.with_parameter(parameter, SHARDED)
-    assert _reason(graph, processors, own) == "readers own parts of parameters, and are no GPUs"
+    assert _reason(graph, processors, own) == (
+        "4 copies of which devices send each other what they synchronize"
+    )
     turned = spread.with_operator(name, replace(spread.operators[name], devices=(1, 0, 2, 3)))
     assert _reason(graph, topology, turned) == "4 copies share devices"
     whole = spread.with_operator(name, spread.operators[name].placed((1,) * len(spread.operators[name].degrees), (0,)))

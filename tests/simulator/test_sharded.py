@@ -12,8 +12,8 @@ from soap.plan.plan import Plan, backward_name, forward_name, update_name
 from soap.plan.syncs.bucketing import gather_limit, gradient_bytes
 from soap.plan.syncs.gathering import gathers
 from soap.plan.syncs.seam import Phase, method_for
-from soap.plan.syncs.sharded import gather_name, regather_name
-from soap.plan.syncs.sharded_state import scatter_name
+from soap.plan.syncs.sharded import regather_name
+from soap.plan.syncs.sharded_state import gather_name, scatter_name
 from soap.profiles.roofline import RooflineCosts
 from soap.simulator.lowering import build_plan, lower
 from soap.simulator.simulate import Simulator

@@ -220,8 +220,9 @@ def test_memory_is_never_under(contract: Contract) -> None:
 
 
 @METHOD
-def test_it_folds_as_its_contract_says(contract: Contract) -> None:
+def test_it_folds_if_its_rows_are_sums_and_collectives(contract: Contract) -> None:
     topology = cluster([1, 1, 1, 1], GPU)
     strategy = data_parallel(GRAPH, topology).with_changes(parameters=dict.fromkeys(served(contract), CASES[contract.name][0]))
     found = fold(GRAPH, topology, strategy)
-    assert isinstance(found, Folding) if not contract.folding else found == contract.folding
+    folds = contract.name in ("all_reduce", "sharded_state", "sharded")
+    assert isinstance(found, Folding) if folds else found == f"synchronization by {contract.word} moves more than sums between copies"

@@ -27,7 +27,6 @@ CONTRACT = Contract(
     exact=True,
     within=("none", "host"),
     offloads=True,
-    folding="hosts are summed one by one",
 )
 
 

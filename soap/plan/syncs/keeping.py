@@ -114,7 +114,9 @@ class Keeping:
         owned = method.owners(parameter, index, box, readers, leaders, used, self._places)
         how = None if used.compression is None else settled(self._graph, parameter, used.compression)
         away, name = self._graph.tensors[parameter].requires_grad and used.offload, method.contract.name
-        made = ShardSync(name, parameter, index, (), readers, leaders, how, away, self._cluster_readers(method, readers))
+        together = method.contract.owned_in_parts and leaders == readers and self._places.represented
+        count = len(together.everyone(readers)) if together else None
+        made = ShardSync(name, parameter, index, (), readers, leaders, how, away, count)
         return KeptRegion(box, uses, tuple(owned), made)
 
     def _place(self, kept: KeptParameter, first_tile: Sequence[int], first_shard: int) -> _Placed:
@@ -156,11 +158,6 @@ class Keeping:
         """The methods that are used, in the registry's order."""
         used = set(syncs)
         return [method_of(contract) for contract in METHODS if contract.name in used]
-
-    def _cluster_readers(self, method: SyncMethod, readers: Sequence[int]) -> int | None:
-        """``ShardSync.cluster_readers``."""
-        stand_ins = self._places.represented
-        return len(stand_ins.everyone(readers)) if stand_ins is not None and method.contract.owned_in_parts else None
 
 
 def serving(topology: Topology, sync: SyncConfig, readers: Group) -> tuple[SyncConfig, Group]:

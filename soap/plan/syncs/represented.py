@@ -33,6 +33,14 @@ class Represented:
         alone = [device for device in members if device not in self._column]
         return tuple(sorted((*alone, *self._images[1:, columns].ravel().tolist())))
 
+    def copies(self, devices: Sequence[int]) -> list[tuple[int, ...]]:
+        """The devices for which these stand, in each copy if these are of one copy; else everyone of them together."""
+        members = [self._devices[device] for device in devices]
+        columns = [self._column[device] for device in members if device in self._column]
+        if 0 < len(columns) < len(members):
+            return [self.everyone(devices)]
+        return [tuple(own) for own in self._images[1:, columns].tolist()] if columns else [tuple(members)]
+
     def places(self, readers: Sequence[int]) -> list[Ints]:
         """For each of these readers the places, among everyone, of the devices for which it stands."""
         everyone, found = np.array(self.everyone(readers)), []

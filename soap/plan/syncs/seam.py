@@ -10,6 +10,7 @@ from abc import ABC
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from functools import lru_cache
 from importlib import import_module
 from typing import Literal
 
@@ -296,7 +297,7 @@ class SyncMethod(ABC):
     def template_of(self, plan: Plan, sync: ShardSync, *, pull_together: bool = True) -> Template:
         """That of a synchronization in a plan."""
         kinds = tuple([exchange.kind for exchange in self.messages(plan, sync)])
-        return self.template(sync.readers, sync.leaders, Setting(is_even(plan, sync), len(sync.shards), pull_together, kinds))
+        return _template(self, sync.readers, sync.leaders, Setting(is_even(plan, sync), len(sync.shards), pull_together, kinds))
 
     def messages(self, plan: Plan, sync: ShardSync) -> Sequence[Exchange]:
         """What peers exchange, compressed."""
@@ -338,6 +339,11 @@ class SyncMethod(ABC):
     def holds(self, plan: Plan, sync: ShardSync) -> Iterator[Hold]:
         """When in a step the copies and buffers are held."""
         return iter(())
+
+
+@lru_cache(32)
+def _template(method: SyncMethod, readers: Group, leaders: Group, how: Setting) -> Template:
+    return method.template(readers, leaders, how)
 
 
 def steps_of(plan: Plan, sync: ShardSync, template: Template, method: SyncMethod) -> list[SyncStep]:

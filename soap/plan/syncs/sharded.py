@@ -20,7 +20,7 @@ from soap.plan.syncs.even_parts import bucket_bytes, is_even, part_bytes
 from soap.plan.syncs.gathering import is_read_back, stays
 from soap.plan.syncs.large_parts import large_bytes, packed_of_owners
 from soap.plan.syncs.seam import PULL, REGATHER, Hold, How, Phase, Setting, ShardUpdate, SyncStep, Template, Uses
-from soap.plan.syncs.sharded_state import ShardedState, held_gradients, moving_row, received_bytes, scatter_name, scatter_rows
+from soap.plan.syncs.sharded_state import ShardedState, gather_name, held_gradients, moving_row, received_bytes, scatter_name, scatter_rows
 from soap.plan.syncs.sharing import owned_bytes, sharing_groups
 from soap.strategy.sync_contracts import named
 
@@ -90,11 +90,6 @@ class Sharded(ShardedState):
         if stays(plan, sync):
             return ((gather_name(sync), "both"),)
         return (gather_name(sync), "forward"), (regather_name(sync), "backward")
-
-
-def gather_name(sync: ShardSync) -> str:
-    """Task name of the all-gather of values before the forward pass."""
-    return sync_name(sync, "gather")
 
 
 def regather_name(sync: ShardSync) -> str:

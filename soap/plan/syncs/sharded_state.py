@@ -43,8 +43,8 @@ class ShardedState(SyncMethod):
     def owners(
         self, parameter: str, region: int, box: Box, readers: tuple[int, ...], leaders: tuple[int, ...], sync: SyncConfig, places: Places
     ) -> Sequence[tuple[Box, tuple[int, ...]]]:
-        """The parts, on the readers of each copy in turn; those of a folded plan share one copy."""
-        if places.represented is not None:
+        """The parts, on the readers of each copy in turn; in a folded plan, if all share one copy, also for those that are not there."""
+        if places.represented is not None and leaders == readers:
             return places.represented.parts(box, places.first_reader[parameter] + region, readers)
         groups = sharing_groups(readers, leaders)
         found = []

@@ -1,4 +1,4 @@
-"""The actions that keep parameters in step, as the methods of ``Plan.syncs`` ask for. Pure data.
+"""The actions that keep parameters in step, as the rows of ``Plan.syncs`` ask for. Pure data.
 
 All ranks share one order. The second exchanges of a phase wait for its first ones. So all first exchanges come before all second ones, and
 no two ranks wait for each other.
@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
-from soap.plan.plan import ASK_NAME, Plan
+from soap.plan.plan import ASK_NAME, Plan, ShardSync, sync_name
 from soap.plan.running.backward_order import Turns
 from soap.plan.syncs.gathering import gathers
-from soap.runtime.program.actions import Action, ActionKind, Entry
+from soap.plan.syncs.seam import Phase, Row, method_for
+from soap.runtime.program.actions import LAST_ONLY, Action, ActionKind, Entry
 from soap.runtime.sync.row_requests import asking_devices
-from soap.runtime.sync.seam import rank_sync
 
 FIRST_STAGE = 4
 """First stage of synchronization after a segment; messages to other segments have lower stages."""
@@ -24,11 +24,32 @@ BEFORE_ALL, AFTER_ALL = -2, 9
 """Stages of what comes right before a tile, or a segment and what is recomputed for it, and of what comes behind all that follows it."""
 
 
+def row_of(plan: Plan, kind: ActionKind, sync: ShardSync) -> Row | None:
+    """The row that an action moves, or begins with, behind what is collected the second one; None if nothing moves."""
+    back = kind is ActionKind.BRING_BACK
+    before = {Phase.BEFORE_FORWARD, Phase.AFTER_UPDATE}
+    phases = {Phase.AFTER_BACKWARD} if kind in LAST_ONLY else {Phase.BEFORE_BACKWARD} if back else before
+    own = [row for row in method_for(sync).template_of(plan, sync).rows if row.phase in phases]
+    return own[kind is ActionKind.SYNC and sync.aggregated and len(own) > 1] if own else None
+
+
+def kinds_of(plan: Plan, sync: ShardSync, phase: Phase) -> tuple[ActionKind, ...]:
+    """The actions of a synchronization in a phase, one after the other; no values that are gathered for their uses (``gather_entries``).
+    Of gradients by rows SYNC even if nothing travels: it also hands them to this rank's own part as an owner."""
+    if phase is Phase.AFTER_BACKWARD:
+        if not sync.contract.by_rows and (plan.is_frozen(sync) or len(plan.members(sync)) < 2):
+            return ()
+        return (ActionKind.COLLECT, ActionKind.SYNC) if sync.aggregated else (ActionKind.SYNC,)
+    rows = [] if sync.contract.gathers_values else [row for row in method_for(sync).template_of(plan, sync).rows if row.phase is phase]
+    handed = any(flows for row in rows for flows, _ in row.rounds[1:])
+    return (ActionKind.BRING, ActionKind.HAND_ON)[: bool(rows) + handed]
+
+
 def before_forward(plan: Plan) -> Iterator[Action]:
     """Requests for rows, then values from owners to leaders, then from leaders to members."""
-    wanted = [(i, sync, rank_sync(sync.contract).before_forward(sync)) for i, sync in enumerate(plan.syncs)]
-    if any(ActionKind.ASK in kinds for *_, kinds in wanted):
-        yield Action(ActionKind.ASK, 0, asking_devices(plan))
+    wanted = [(i, sync, kinds_of(plan, sync, Phase.BEFORE_FORWARD)) for i, sync in enumerate(plan.syncs)]
+    if asking := asking_devices(plan):
+        yield Action(ActionKind.ASK, 0, asking)
     for kind in (ActionKind.BRING, ActionKind.HAND_ON):
         yield from (Action(kind, i, plan.members(sync)) for i, sync, kinds in wanted if kind in kinds)
 
@@ -95,8 +116,8 @@ def uses_of_gathered(plan: Plan, rank: int, passes: Sequence[Collection[int]]) -
 
 def after_update(plan: Plan) -> tuple[Action, ...]:
     """Values from owners to leaders, servers' first, in the order in which gradients are complete; then from leaders to members."""
-    wanted = [(i, sync, rank_sync(sync.contract).after_update(sync)) for i, sync in enumerate(plan.syncs)]
-    wanted.sort(key=lambda own: -min((tile for tile, _ in own[1].uses), default=0) if rank_sync(own[1].contract).serves else 1)
+    wanted = [(i, sync, kinds_of(plan, sync, Phase.AFTER_UPDATE)) for i, sync in enumerate(plan.syncs)]
+    wanted.sort(key=lambda own: -min((tile for tile, _ in own[1].uses), default=0) if own[1].contract.has_servers else 1)
     kinds = (ActionKind.BRING, ActionKind.HAND_ON)
     return tuple(Action(kind, i, plan.members(sync)) for kind in kinds for i, sync, own in wanted if kind in own)
 
@@ -110,19 +131,27 @@ def after_backward(
         turn = max((turns.last(segment_of[tile]) for tile in tiles), default=len(turns.actions))
         first = min((places[tile] for tile in tiles), default=0)
         begin = BEHIND_GATHERS if sync.contract.gathers_values else FIRST_STAGE
-        for stage, kind in enumerate(rank_sync(sync.contract).after_backward(plan, sync), begin):
+        for stage, kind in enumerate(kinds_of(plan, sync, Phase.AFTER_BACKWARD), begin):
             yield (turn, stage, -first, number), Action(kind, number, plan.members(sync))
 
 
 def groups(plan: Plan) -> set[tuple[int, ...]]:
-    """The sets of devices that exchange something to keep parameters in step."""
-    further = (group for sync in plan.syncs for group in rank_sync(sync.contract).groups(plan, sync))
-    return {asking_devices(plan), *(plan.members(sync) for sync in plan.syncs), *further}
+    """The sets of devices that exchange something to keep parameters in step. Descending, a second group of them: servers' values go back
+    while other parameters' gradients are on their way."""
+    found = {asking_devices(plan)}
+    for sync in plan.syncs:
+        template, members = method_for(sync).template_of(plan, sync), plan.members(sync)
+        found |= {members, *template.copies, *(group for row in template.rows for group in row.groups)}
+        if sync.contract.has_servers and not sync.contract.by_rows:
+            found.add(members[::-1])
+        elif sync.contract.owner == "readers":
+            found.add(sync.peers)
+    return found
 
 
 def task_name(plan: Plan, kind: ActionKind, subject: int) -> str:
     """The name of the task that such an action belongs to."""
     if kind is ActionKind.ASK:
         return ASK_NAME
-    sync = plan.syncs[subject]
-    return rank_sync(sync.contract).task_name(sync, kind)
+    row = row_of(plan, kind, plan.syncs[subject])
+    return sync_name(plan.syncs[subject], "sync" if row is None else row.verb)

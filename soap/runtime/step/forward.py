@@ -61,7 +61,7 @@ class ForwardPass:
         self._prepared, self._marks = prepared, marks
         self._units = units or {}
         self._look_ups, self._by_rows = look_ups, gradients.by_rows
-        self._sync_context, self._values = gradients.context, gradients
+        self._sync_context, self._values = gradients.context, gradients.of
         self._asked: Asked = {}
         self._computed: dict[int, Outputs] = {}
         self._loss: Callable[[], float] = lambda: 0.0
@@ -83,7 +83,7 @@ class ForwardPass:
             self._segment = tile.segment
             self._forget_segment()
         for sync in () if self._second else tile.needs:
-            self._values.need(sync)
+            self._values[sync].need(sync)
         outputs = self._outputs(tile)
         if tile.gathered:
             outputs = self._without_values(tile, outputs)
@@ -95,7 +95,7 @@ class ForwardPass:
         for fetch in tile.leaves:
             self._leave_fetch(fetch)
         for sync in () if self._second else tile.frees:
-            self._values.free(sync)
+            self._values[sync].free(sync)
 
     def _without_values(self, tile: PreparedTile, outputs: Outputs) -> Outputs:
         """The outputs; those that are views of values which are gathered for their uses become copies."""
@@ -109,7 +109,7 @@ class ForwardPass:
     def recompute(self, segment: int) -> None:
         """Run a segment's tiles again, so that autograd keeps what their backward pass needs. Gathered parameters stay till then."""
         for sync in self._prepared.needed.get((ActionKind.RECOMPUTE, segment), ()):
-            self._values.need(sync)
+            self._values[sync].need(sync)
         context, self.context = self.context, replace(self.context, update_buffers=False)
         self._second, self._segment = True, -1
         for number in self.program.segments[segment].tiles:

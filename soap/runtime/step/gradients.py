@@ -16,13 +16,13 @@ from soap.runtime.compression.peer import AS_IT_IS, CompressedTraining
 from soap.runtime.program.actions import WHOLE_STEP, ActionKind, MicroBatch, part_of
 from soap.runtime.program.program import Program
 from soap.runtime.step.early_start import EarlyStart, SyncSchedule
-from soap.runtime.sync.all_reduce import BucketedSum
 from soap.runtime.sync.compressed import CompressedSum, hosts_sum
 from soap.runtime.sync.row_requests import asking_devices
 from soap.runtime.sync.row_update import RowGradient
 from soap.runtime.sync.seam import Gradient, SyncContext, ranks_part
 from soap.runtime.sync.shards import ShardStore
 from soap.runtime.sync.sparse_rows import RowSync
+from soap.runtime.sync.sums import BucketedSum
 from soap.runtime.system.memory_room import MemoryRoom
 from soap.runtime.trace import Watch, watch_nothing
 
@@ -30,8 +30,8 @@ from soap.runtime.trace import Watch, watch_nothing
 class Gradients:
     """The gradients of one rank. One object serves all programs of a trainer: their plans have the same shards and synchronizations.
 
-    ``room``: looked at when a gradient has come, where memory is short. ``by_rows``: position in ``Plan.syncs`` -> the method, for
-    synchronizations by rows. ``early``: starts exchanges within segments. ``read_apart``: see ``TracedModel``.
+    ``room``: looked at when a gradient has come, where memory is short. ``of``: position in ``Plan.syncs`` -> the method. ``by_rows``: the
+    same, for synchronizations by rows. ``early``: starts exchanges within segments. ``read_apart``: see ``TracedModel``.
     ``dense``, ``rows``: owned shard -> its gradient, complete after a step's last micro-batch and ``add_up``.
     """
 
@@ -48,9 +48,9 @@ class Gradients:
         plan = program.plan
         self.early = EarlyStart(self.start, room)
         self.context = context = SyncContext(plan, comm, shards, dtype_of, self.early, compressing, read_apart)
-        self._of = ranks_part(context)
-        self._methods = list(dict.fromkeys(self._of.values()))
-        self.by_rows = {number: method for number, method in self._of.items() if isinstance(method, RowSync)}
+        self.of = ranks_part(context)
+        self._methods = list(dict.fromkeys(self.of.values()))
+        self.by_rows = {number: method for number, method in self.of.items() if isinstance(method, RowSync)}
         self._asks = comm.rank in asking_devices(plan)
         self._after_update = part_of(program.after_update, comm.rank)
         self._started: dict[tuple[ActionKind, int], None] = {}
@@ -61,7 +61,7 @@ class Gradients:
         self._served = {
             number: [shard for shard in plan.syncs[number].shards if shard in shards.tensors]
             for number in brought
-            if self._of[number].serves
+            if plan.syncs[number].contract.has_servers
         }
         """Synchronizations that servers take part in, in their order -> what this rank serves of each."""
         self._brought: set[int] = set()
@@ -98,26 +98,6 @@ class Gradients:
         for method in self._methods:
             method.end(part)
 
-    def bring(self, number: int) -> None:
-        """Begin to send values from owners to leaders."""
-        self._of[number].bring(number)
-
-    def bring_back(self, number: int) -> None:
-        """Begin to send values from owners to readers, for backward passes."""
-        self._of[number].bring_back(number)
-
-    def need(self, number: int) -> None:
-        """Wait for the values of a synchronization that are gathered for its uses."""
-        self._of[number].need(number)
-
-    def free(self, number: int) -> None:
-        """Free them."""
-        self._of[number].free(number)
-
-    def hand_on(self, number: int) -> None:
-        """Begin to send values from leaders to the other members of their hosts."""
-        self._of[number].hand_on(number)
-
     def start(self, kind: ActionKind, number: int) -> None:
         """Start an exchange of gradients unless it has started already in this micro-batch. If ranks clip, it waits for the end."""
         if (kind, number) not in self._started:
@@ -126,7 +106,7 @@ class Gradients:
                 self._start(kind, number)
 
     def _start(self, kind: ActionKind, number: int) -> None:
-        method = self._of[number]
+        method = self.of[number]
         (method.collect if kind is ActionKind.COLLECT else method.synchronize)(number)
 
     def _clip(self, norm: float) -> None:
@@ -155,7 +135,7 @@ class Gradients:
             if own:
                 self.add_up(own)
                 update(own)
-            self.bring(number)
+            self.of[number].bring(number)
         self._brought.update(self._served)
         self.context.comm.finish_sends()
 
@@ -167,9 +147,9 @@ class Gradients:
             method.watch = watch
         for action in self._after_update:
             if action.kind is not ActionKind.BRING:
-                self.hand_on(action.subject)
+                self.of[action.subject].hand_on(action.subject)
             elif action.subject not in self._brought:
-                self.bring(action.subject)
+                self.of[action.subject].bring(action.subject)
         self._brought.clear()
         for method in self._methods:
             method.arrived()

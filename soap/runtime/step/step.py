@@ -34,6 +34,7 @@ from soap.plan.plan import (
     remote_parts,
 )
 from soap.plan.samples import label_counts
+from soap.plan.syncs.seam import How
 from soap.runtime.comm.packing import cut
 from soap.runtime.comm.position import HERE
 from soap.runtime.comm.redistribute import Communicator, Pending
@@ -43,12 +44,12 @@ from soap.runtime.marks.seam import OnRank
 from soap.runtime.program.actions import LAST_ONLY, WHOLE_STEP, Action, ActionKind, MicroBatch, part_of
 from soap.runtime.program.prepared import PreparedTile, PreparedTiles, StepInputs, units_of
 from soap.runtime.program.program import Program, task_name
+from soap.runtime.program.sync_actions import row_of
 from soap.runtime.step.early_start import Key, SyncSchedule
 from soap.runtime.step.forward import ForwardPass
 from soap.runtime.step.gradients import Gradients
 from soap.runtime.step.state import Output, StepState, ValueStore
 from soap.runtime.sync.look_ups import LookUps
-from soap.runtime.sync.seam import rank_sync
 from soap.runtime.sync.shards import ShardStore
 from soap.runtime.system.memory_room import MemoryRoom
 from soap.runtime.trace import Recorder
@@ -109,7 +110,7 @@ class BackwardPass:
         self, state: StepState, gradients: Gradients, prepared: PreparedTiles, marks: Mapping[str, OnRank], halves: Halves
     ) -> None:
         self.state, self.program, self.plan = state, state.program, state.plan
-        self._early, self._values, self._marks, self._halves = gradients.early, gradients, marks, halves
+        self._early, self._values, self._marks, self._halves = gradients.early, gradients.of, marks, halves
         self._tiles = prepared.tiles
         self._needs, self._frees = prepared.needed, prepared.freed
         self._returning: dict[int, list[tuple[Box, torch.Tensor, Pending]]] = {}
@@ -119,12 +120,12 @@ class BackwardPass:
     def run_segment(self, number: int) -> None:
         """Run a segment backward, from its outputs to its inputs, with the parameters' values that are gathered for it."""
         for sync in self._needs.get((ActionKind.SEGMENT, number), ()):
-            self._values.need(sync)
+            self._values[sync].need(sync)
         self._run(number)
         if self.plan.tiles[self.program.segments[number].tiles[0]].operator not in self.plan.divided:
             self._is_back(number)
         for sync in self._frees.get((ActionKind.SEGMENT, number), ()):
-            self._values.free(sync)
+            self._values[sync].free(sync)
 
     def run_weights(self, number: int) -> None:
         """Make the weight gradients of a segment whose backward pass is in two; some of them need other parameters' values."""
@@ -133,7 +134,7 @@ class BackwardPass:
             self._halves.weights(number)
         self._is_back(number)
         for sync in self._frees.get((ActionKind.WEIGHTS, number), ()):
-            self._values.free(sync)
+            self._values[sync].free(sync)
 
     def _marked(self, number: int) -> Iterator[tuple[int, OnRank]]:
         """A segment's tiles for whose marks the rank does something, and what does it."""
@@ -457,9 +458,9 @@ def _handlers(forward: ForwardPass, backward: BackwardPass, gradients: Gradients
         ActionKind.RETURN_EXCHANGE: backward.return_exchange,
         ActionKind.REDUCE_GRADIENT: backward.reduce_gradient,
         ActionKind.ASK: forward.ask,
-        ActionKind.BRING: gradients.bring,
-        ActionKind.BRING_BACK: gradients.bring_back,
-        ActionKind.HAND_ON: gradients.hand_on,
+        ActionKind.BRING: lambda number: gradients.of[number].bring(number),
+        ActionKind.BRING_BACK: lambda number: gradients.of[number].bring_back(number),
+        ActionKind.HAND_ON: lambda number: gradients.of[number].hand_on(number),
         ActionKind.COLLECT: partial(gradients.start, ActionKind.COLLECT),
         ActionKind.SYNC: partial(gradients.start, ActionKind.SYNC),
     }
@@ -506,8 +507,11 @@ def _followers(plan: Plan, actions: Sequence[Action], messages_apart: bool) -> d
 
 
 def _is_collective(plan: Plan, action: Action) -> bool:
-    """Whether an action may overtake messages."""
-    return action.kind is ActionKind.SYNC and rank_sync(plan.syncs[action.subject].contract).collective
+    """Whether an action is one sum as it stands, which may overtake messages."""
+    if action.kind is not ActionKind.SYNC:
+        return False
+    row = row_of(plan, action.kind, plan.syncs[action.subject])
+    return row is not None and row.how is How.SUM and row.work is None
 
 
 def _is_of_messages(plan: Plan, action: Action) -> bool:

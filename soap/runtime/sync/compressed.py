@@ -8,21 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from itertools import cycle
-from typing import ClassVar
 
 import torch
 
 from soap.plan.compression.seam import ExchangeKind
-from soap.plan.plan import Plan, ShardSync, sync_name
-from soap.plan.syncs.compressed import COLLECT, EXCHANGES, HAND_ON
-from soap.runtime.comm.parcels import Parcels, bytes_of, start_exchange
+from soap.plan.plan import ShardSync, sync_name
+from soap.plan.syncs.compressed import EXCHANGES
+from soap.plan.syncs.seam import Row, method_for
+from soap.runtime.comm.parcels import Parcels
 from soap.runtime.comm.redistribute import Pending
 from soap.runtime.compression.peer import CompressedTraining, Joint, Peer, in_order, joined
 from soap.runtime.compression.seam import State, kept_dtype
-from soap.runtime.program.actions import ActionKind, MicroBatch
-from soap.runtime.sync.all_reduce import BucketedSum
-from soap.runtime.sync.roles import Roles, roles_of
+from soap.runtime.program.actions import MicroBatch
 from soap.runtime.sync.seam import Gradient, SyncContext
+from soap.runtime.sync.sums import BucketedSum
 from soap.runtime.trace import Watch
 from soap.simulator.tasks import TaskKind
 
@@ -35,18 +34,19 @@ class CompressedSum(BucketedSum):
     """Buffers have the rank's local gradients. ``peers``: shard -> this rank's part and state, if it is a peer. ``local``: if it is a dict,
     each step leaves a copy of the local gradients there, for a check."""
 
-    collective: ClassVar[bool] = False
-
     def __init__(self, context: SyncContext, syncs: Mapping[int, ShardSync]) -> None:
         super().__init__(context, syncs)
         self.peers: dict[int, Peer] = {}
         self.local: dict[int, torch.Tensor] | None = None
         self._courses: dict[int, tuple[Exchanges, Pending]] = {}
         self._totals: dict[int, torch.Tensor] = {}
-        self._roles: dict[int, Roles] = {number: roles_of(self.plan, sync) for number, sync in syncs.items() if sync.aggregated}
+        self._inside: dict[int, tuple[Row, Row]] = {}
         self._collecting: dict[int, tuple[Pending, Parcels]] = {}
         self._of_host: dict[int, list[torch.Tensor]] = {}
-        self._blank = torch.empty(0, device=self.comm.device)
+        for number, sync in syncs.items():
+            if sync.aggregated:
+                collect, *_, hand_on = method_for(sync).template_of(self.plan, sync).rows
+                self._inside[number] = collect, hand_on
         for sync in syncs.values():
             for shard in sync.shards if self.rank in sync.peers else ():
                 tensor = context.shards.tensors[shard]
@@ -58,32 +58,16 @@ class CompressedSum(BucketedSum):
         if part.first:
             self._totals = {}
 
-    @classmethod
-    def groups(cls, plan: Plan, sync: ShardSync) -> Iterable[tuple[int, ...]]:
-        """The peers."""
-        return (sync.peers,)
-
-    @classmethod
-    def task_name(cls, sync: ShardSync, kind: ActionKind) -> str:
-        """What travels inside hosts has names of its own."""
-        verbs = {ActionKind.COLLECT: COLLECT[1], ActionKind.HAND_ON: HAND_ON[1]}
-        return sync_name(sync, verbs.get(kind, cls.gives))
-
     def collect(self, number: int) -> None:
         """Send this rank's gradients to its host's peer; as the peer, begin to receive the others'."""
         self._complete(number)
-        buffer, roles = self.buffers[number], self._roles[number]
-        parcels: Parcels = {}
-        places: Parcels = {}
-        if self.rank in roles.speakers:
-            places = {member: [torch.empty_like(buffer)] for member in roles.members(self.rank) if member != self.rank}
-        else:
-            parcels = {roles.leader(self.rank): [buffer]}
-        self._collecting[number] = self._inside(ActionKind.COLLECT, number, parcels, places), places
+        buffer, (collect, _) = self.buffers[number], self._inside[number]
+        places = {member: [torch.empty_like(buffer)] for member, peer, _ in collect.rounds[0][0] if peer == self.rank}
+        self._collecting[number] = self._move(number, collect, [buffer], places), places
 
     def synchronize(self, number: int) -> None:
         """Select what is sent of a bucket's shards, and begin to send it."""
-        if number not in self._roles:
+        if number not in self._inside:
             self._complete(number)
             self._select(number, [self._places[shard] for shard in self.syncs[number].shards])
         elif self.rank in self.syncs[number].peers:
@@ -95,14 +79,14 @@ class CompressedSum(BucketedSum):
         while self._courses:
             for number in sorted(self._courses):
                 course, pending = self._courses.pop(number)
-                self._go_on(number, course, pending.wait())
+                self._advance(number, course, pending.wait())
         if part.last:
             self._hand_on()
         super().end(part)
 
     def _select(self, number: int, gradients: Sequence[torch.Tensor]) -> None:
         courses = [self.peers[shard].course(own) for shard, own in zip(self.syncs[number].shards, gradients, strict=True)]
-        self._go_on(number, self._apart(number, joined(courses)), None)
+        self._advance(number, self._apart(number, joined(courses)), None)
 
     def _complete(self, number: int) -> None:
         """Complete this rank's gradients in a buffer."""
@@ -118,7 +102,7 @@ class CompressedSum(BucketedSum):
 
     def hosts_gradients(self) -> list[torch.Tensor]:
         """As a peer: the sums of the host's gradients, once they are collected. A change in place is what is compressed."""
-        numbers = [number for number in self._roles if self.rank in self.syncs[number].peers]
+        numbers = [number for number in self._inside if self.rank in self.syncs[number].peers]
         sums = [pair for number in numbers for pair in zip(self.syncs[number].shards, self._sums_of_host(number), strict=True)]
         return [own for _, own in sorted(sums, key=lambda pair: pair[0])]
 
@@ -127,8 +111,7 @@ class CompressedSum(BucketedSum):
         if number not in self._of_host:
             pending, places = self._collecting.pop(number)
             pending.wait()
-            own, members = self.buffers[number], self._roles[number].members(self.rank)
-            total = hosts_sum([own if member == self.rank else places[member][0] for member in members])
+            total = hosts_sum([given for _, (given,) in sorted({self.rank: [self.buffers[number]], **places}.items())])
             shapes = [self.store.tensors[shard].shape for shard in self.syncs[number].shards]
             parts = torch.split(total, [shape.numel() for shape in shapes])
             self._of_host[number] = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
@@ -137,29 +120,17 @@ class CompressedSum(BucketedSum):
     def _hand_on(self) -> None:
         """As a peer, give the host's other readers the sums; as another reader, get them."""
         arriving = []
-        for number, roles in self._roles.items():
-            shards = self.syncs[number].shards
-            parcels: Parcels = {}
-            places: Parcels = {}
-            if self.rank in roles.speakers:
-                own = [self._totals[shard] for shard in shards]
-                parcels = {member: own for member in roles.members(self.rank) if member != self.rank}
-            else:
-                for shard in shards:
-                    self._totals[shard] = torch.empty_like(self.store.tensors[shard], requires_grad=False)
-                places = {roles.leader(self.rank): [self._totals[shard] for shard in shards]}
-            arriving.append(self._inside(ActionKind.HAND_ON, number, parcels, places))
+        for number, (_, hand_on) in self._inside.items():
+            sync, places = self.syncs[number], Parcels()
+            if self.rank not in sync.peers:
+                self._totals |= {shard: torch.empty_like(self.store.tensors[shard], requires_grad=False) for shard in sync.shards}
+                places[sync.leaders[sync.readers.index(self.rank)]] = [self._totals[shard] for shard in sync.shards]
+            arriving.append(self._move(number, hand_on, [self._totals[shard] for shard in sync.shards], places))
         for pending in arriving:
             pending.wait()
         self._collecting.clear()
-        if arriving:
-            self.comm.finish_sends()  # whoever updates may change the sums
 
-    def _inside(self, kind: ActionKind, number: int, parcels: Parcels, places: Parcels) -> Pending:
-        self.comm.traffic.handed_bytes += bytes_of(parcels) + bytes_of(places)
-        return self.named(kind, number, start_exchange(self.comm, self._roles[number].devices, parcels, places, self._blank))
-
-    def _go_on(self, number: int, course: Exchanges, received: torch.Tensor | None) -> None:
+    def _advance(self, number: int, course: Exchanges, received: torch.Tensor | None) -> None:
         """Take a course to its next exchange, and begin that, or to its end."""
         try:
             kind, message, name, sizes = next(course) if received is None else course.send(received)
@@ -200,18 +171,9 @@ class CompressedSum(BucketedSum):
             received = (yield "all_gather", in_order(parts.unbind()), name, ()).reshape(-1)[:size]
         raise AssertionError  # ``cycle`` has no end
 
-    @property
-    def shards(self) -> Iterable[int]:
-        """Every reader owns all shards."""
-        return [shard for sync in self.syncs.values() for shard in sync.shards]
-
     def gradient(self, shard: int) -> Gradient:
         """What all ranks have sent, added up in their order."""
         return self._totals[shard]
-
-    def gradients(self, shards: Sequence[int]) -> Mapping[int, Gradient]:
-        """The sums, which are complete already."""
-        return {shard: self._totals[shard] for shard in shards}
 
     @property
     def states(self) -> Mapping[int, State]:

@@ -4,25 +4,22 @@ partition of a region is a shard of its server. With local aggregation, the read
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import ClassVar
 
 import torch
 
-from soap.plan.plan import Plan, ShardSync
+from soap.plan.plan import ShardSync
 from soap.runtime.comm.packing import adjacent, are_adjacent, cut
 from soap.runtime.comm.parcels import Parcels, bytes_of, start_exchange
 from soap.runtime.comm.redistribute import Pending
 from soap.runtime.program.actions import ActionKind, MicroBatch
 from soap.runtime.sync.roles import pieces_read, roles_of
+from soap.runtime.sync.row_update import parallel
 from soap.runtime.sync.seam import Gradient, RankSync, SyncContext
 from soap.runtime.trace import Watch
 
 
 class DenseServing(RankSync):
     """A rank's part as reader and as server of dense regions. A reader's copy is a leaf of the ``ShardStore``."""
-
-    serves: ClassVar[bool] = True
-    gives: ClassVar[str] = "push"
 
     def __init__(self, context: SyncContext, syncs: Mapping[int, ShardSync]) -> None:
         super().__init__(context, syncs)
@@ -39,16 +36,6 @@ class DenseServing(RankSync):
         early = context.early
         for number, leaf in self._leaves.items():  # the hook must not hold this object: it lives as long as the leaf
             leaf.register_post_accumulate_grad_hook(lambda _, number=number: early.arrived(number))  # type: ignore[no-untyped-call]
-
-    @classmethod
-    def groups(cls, plan: Plan, sync: ShardSync) -> Iterable[tuple[int, ...]]:
-        """Values go back while other parameters' gradients are on their way."""
-        return (plan.members(sync)[::-1],)
-
-    @classmethod
-    def after_update(cls, sync: ShardSync) -> tuple[ActionKind, ...]:
-        """Readers pull the updated values."""
-        return (ActionKind.BRING, ActionKind.HAND_ON) if sync.aggregated else (ActionKind.BRING,)
 
     @property
     def shards(self) -> Iterable[int]:
@@ -112,7 +99,7 @@ class DenseServing(RankSync):
         """See ``RankSync``. Waits for what has not come yet."""
         for number in sorted({self._number_of[shard] for shard in shards} & self._pushing.keys()):
             self._pushing.pop(number).wait()  # and let go of the memory in which all of it came
-        return super().gradients(shards)
+        return dict(zip(shards, parallel(self.gradient, shards), strict=True))
 
     def gradient(self, shard: int) -> torch.Tensor:
         """The sum of a partition's gradients, in the order of the readers' devices."""

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 
-from soap.plan.plan import ShardSync
 from soap.runtime.comm.parcels import Parcels, bytes_of, start_exchange
 from soap.runtime.program.actions import ActionKind
 from soap.runtime.sync.sparse_rows import RowSync
@@ -14,14 +11,6 @@ from soap.runtime.sync.sparse_rows import RowSync
 
 class RowServing(RowSync):
     """Rows on servers. Owners answer requests at once, so that readers do not wait long."""
-
-    gives: ClassVar[str] = "push"
-
-    @classmethod
-    def before_forward(cls, sync: ShardSync) -> tuple[ActionKind, ...]:
-        """Request rows, then pull them."""
-        found = (*super().before_forward(sync), ActionKind.BRING)
-        return (*found, ActionKind.HAND_ON) if sync.aggregated else found
 
     def bring(self, number: int) -> None:
         """As an owner, send the requested rows. As a leader, begin to receive the rows that this rank has requested."""

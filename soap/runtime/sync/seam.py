@@ -9,17 +9,17 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
-from typing import ClassVar
 
 import torch
 
-from soap.plan.plan import Plan, ShardSync, sync_name
+from soap.plan.plan import Plan, ShardSync
 from soap.runtime.comm.redistribute import Communicator, Pending
 from soap.runtime.compression.peer import AS_IT_IS, CompressedTraining
 from soap.runtime.program.actions import ActionKind, MicroBatch
+from soap.runtime.program.sync_actions import task_name
 from soap.runtime.step.early_start import EarlyStart
 from soap.runtime.sync.row_requests import RowRequests
-from soap.runtime.sync.row_update import RowGradient, parallel
+from soap.runtime.sync.row_update import RowGradient
 from soap.runtime.sync.shards import ShardStore
 from soap.runtime.trace import Watch, watch_nothing
 from soap.simulator.tasks import TaskKind
@@ -53,59 +53,21 @@ class RankSync(ABC):
 
     The order of calls in a step:
 
-    1. For each micro-batch: ``begin``, the actions that ``before_forward`` names, ``end``. Where values are gathered for their uses
-       (``Contract.gathers_values``), also ``bring``, ``need``, ``free``, then ``bring_back``, ``need``, ``free``, or only the first three
-       for all of it where values stay; a rank without such a use leaves ``need`` and ``free`` out.
-    2. In the last micro-batch, before ``end``: the actions that ``after_backward`` names, each once.
+    1. For each micro-batch: ``begin``, the actions before the forward pass (``sync_actions``), ``end``. Where values are gathered for their
+       uses (``Contract.gathers_values``), also ``bring``, ``need``, ``free``, then ``bring_back``, ``need``, ``free``, or only the first
+       three for all of it where values stay; a rank without such a use leaves ``need`` and ``free`` out.
+    2. In the last micro-batch, before ``end``: the actions after the backward pass, each once.
     3. Then ``gradients`` of the shards that this rank owns.
-    4. After the update, and whenever shards were loaded: the actions that ``after_update`` names, then ``arrived``.
-
-    ``collective``: ``synchronize`` starts a single collective, which may overtake messages under gloo (``Communicator.messages_apart``).
-    ``serves``: owners may update one parameter after the other, as its gradients come, and send it back at once.
-    ``gives``, ``brings``, ``brings_back``: the verbs in its tasks' names.
+    4. After the update, and whenever shards were loaded: the actions after it, then ``arrived``.
     """
-
-    collective: ClassVar[bool] = False
-    serves: ClassVar[bool] = False
-    gives: ClassVar[str] = "sync"
-    brings: ClassVar[str] = "pull"
-    brings_back: ClassVar[str] = ""
 
     def __init__(self, context: SyncContext, syncs: Mapping[int, ShardSync]) -> None:
         self.context, self.syncs = context, syncs
         self.plan, self.comm, self.store, self.rank = context.plan, context.comm, context.shards, context.comm.rank
         self.watch: Watch = watch_nothing
+        self._names: dict[tuple[ActionKind, int], str] = {}
         self.serves_early = False
         """Whether ``end`` may leave servers' gradients under way, which are then waited for one after the other."""
-
-    @classmethod
-    def groups(cls, plan: Plan, sync: ShardSync) -> Iterable[tuple[int, ...]]:
-        """The sets of devices that exchange something, beside all its members; descending: see ``comm.redistribute.Groups``."""
-        return ()
-
-    @classmethod
-    def before_forward(cls, sync: ShardSync) -> tuple[ActionKind, ...]:
-        """Those of ASK, BRING and HAND_ON that every micro-batch needs."""
-        return ()
-
-    @classmethod
-    def after_backward(cls, plan: Plan, sync: ShardSync) -> tuple[ActionKind, ...]:
-        """The exchanges of its gradients: COLLECT first if it uses local aggregation, then SYNC; none if a single device takes part."""
-        if len(plan.members(sync)) < 2 or plan.is_frozen(sync):
-            return ()
-        return (ActionKind.COLLECT, ActionKind.SYNC) if sync.aggregated else (ActionKind.SYNC,)
-
-    @classmethod
-    def after_update(cls, sync: ShardSync) -> tuple[ActionKind, ...]:
-        """BRING and HAND_ON if readers keep copies of shards that others own."""
-        return ()
-
-    @classmethod
-    def task_name(cls, sync: ShardSync, kind: ActionKind) -> str:
-        """The name of the simulator's task that an exchange belongs to."""
-        if kind is ActionKind.BRING_BACK:
-            return sync_name(sync, cls.brings_back)
-        return sync_name(sync, cls.brings if kind in (ActionKind.BRING, ActionKind.HAND_ON) else cls.gives)
 
     def begin(self, part: MicroBatch, watch: Watch) -> None:
         """Called before each micro-batch. The first one of a step drops what the last step left. ``watch``: times what is started."""
@@ -156,8 +118,8 @@ class RankSync(ABC):
         """The sum of all readers' gradients for a shard that this rank owns, in a fixed order: equal runs give equal bits."""
 
     def gradients(self, shards: Sequence[int]) -> Mapping[int, Gradient]:
-        """The same for several shards at once."""
-        return dict(zip(shards, parallel(self.gradient, shards), strict=True))
+        """The same for several shards at once, which are complete already, so that no threads are needed."""
+        return {shard: self.gradient(shard) for shard in shards}
 
     def state(self) -> Mapping[int, Mapping[str, torch.Tensor]]:
         """The method's own state for checkpoints (``Contract.state``): owned shard -> name -> tensor of the shard's shape, the same on all
@@ -187,13 +149,16 @@ class RankSync(ABC):
 
     def named(self, kind: ActionKind, number: int, pending: Pending) -> Pending:
         """Give an exchange the name of its task, and time it if this step is traced."""
-        self.watch(self.task_name(self.plan.syncs[number], kind), TaskKind.SYNC, pending)
+        if (kind, number) not in self._names:
+            self._names[kind, number] = task_name(self.plan, kind, number)
+        self.watch(self._names[kind, number], TaskKind.SYNC, pending)
         return pending
 
 
 def rank_sync(contract: Contract) -> type[RankSync]:
-    """The class of a rank's part of a method: ``METHOD`` in the method's module."""
-    method: type[RankSync] = import_module(f"soap.runtime.sync.{contract.name}").METHOD
+    """The class of a rank's part of a method: ``METHOD`` in the method's module. Rows of whole buffers need none of their own."""
+    module = "sums" if contract.sums_in_place and not contract.state else contract.name
+    method: type[RankSync] = import_module(f"soap.runtime.sync.{module}").METHOD
     assert issubclass(method, RankSync)
     return method
 

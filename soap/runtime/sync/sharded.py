@@ -9,7 +9,6 @@ the same as before.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
 
 import torch
 
@@ -26,16 +25,9 @@ class Sharded(ShardedState):
     """A rank's part as reader and as owner. The parts that it owns have memory of their own (``ShardStore.together``), apart from leaves.
     Large parts of others are received in the leaves, which therefore have memory from the beginning of the gather on."""
 
-    brings_back: ClassVar[str] = "regather"
-
     def __init__(self, context: SyncContext, syncs: Mapping[int, ShardSync]) -> None:
         super().__init__(context, syncs)
         self._coming: dict[int, Gathering] = {}
-
-    @classmethod
-    def after_update(cls, sync: ShardSync) -> tuple[ActionKind, ...]:
-        """Nothing: readers get the new values when they need them."""
-        return ()
 
     def bring(self, number: int) -> None:
         """Send this rank's values to all other readers before their forward passes, and begin to receive theirs."""

@@ -12,14 +12,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from soap.model.regions import lengths
-from soap.plan.plan import Plan, ReadRegion, ShardSync, sync_name
+from soap.plan.plan import ReadRegion, ShardSync
 from soap.plan.syncs.sharded_state import sum_name
-from soap.plan.syncs.sharing import copies_of, holders
 from soap.runtime.comm.packing import pack
 from soap.runtime.comm.parcels import all_gather_parts, exchange_pieces, reduce_scatter_parts
 from soap.runtime.comm.redistribute import Pending
@@ -131,9 +130,6 @@ class Scattering:
 class ShardedState(RankSync):
     """A rank's part as reader and as owner. A reader's copy is a leaf of the ``ShardStore``; the parts that it owns are views of it."""
 
-    gives: ClassVar[str] = "scatter"
-    brings: ClassVar[str] = "gather"
-
     def __init__(self, context: SyncContext, syncs: Mapping[int, ShardSync]) -> None:
         super().__init__(context, syncs)
         read = pieces_read(self.plan)
@@ -153,23 +149,6 @@ class ShardedState(RankSync):
         for number in self._gradients:
             for place, leaf in enumerate(self._leaves[number]):
                 self.take_gradients(leaf, number, ShardedState._collect, number, place)
-
-    @classmethod
-    def groups(cls, plan: Plan, sync: ShardSync) -> Iterable[tuple[int, ...]]:
-        """The readers of each copy, and the holders of each part."""
-        return (*copies_of(sync), *holders(sync))
-
-    @classmethod
-    def after_update(cls, sync: ShardSync) -> tuple[ActionKind, ...]:
-        """Readers get the values of the others' parts."""
-        return (ActionKind.BRING,)
-
-    @classmethod
-    def task_name(cls, sync: ShardSync, kind: ActionKind) -> str:
-        """Sums among holders have names of their own."""
-        if kind is ActionKind.COLLECT:
-            return sync_name(sync, cls.gives)
-        return sync_name(sync, "sum") if kind is ActionKind.SYNC and sync.aggregated else super().task_name(sync, kind)
 
     @property
     def shards(self) -> Iterable[int]:
@@ -250,10 +229,6 @@ class ShardedState(RankSync):
         """The sum over all readers, which is complete already."""
         number = self._owned[shard]
         return self._totals[number][self._layouts[number].mine[shard]].view(lengths(self.plan.shards[shard].box))
-
-    def gradients(self, shards: Sequence[int]) -> Mapping[int, Gradient]:
-        """The sums, which are complete already: no threads are needed."""
-        return {shard: self.gradient(shard) for shard in shards}
 
     def bring(self, number: int) -> None:
         """Send this rank's values to all other readers, and begin to receive theirs."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 
 from soap.runtime.sync.sparse_rows import RowSync
@@ -11,8 +9,6 @@ from soap.runtime.sync.sparse_rows import RowSync
 
 class GatheredRows(RowSync):
     """Each member is its own leader and an owner. It looks rows up in its own copy."""
-
-    gives: ClassVar[str] = "gather"
 
     def values(self, number: int) -> torch.Tensor:
         """The rows that this rank looks up, from its own copy."""

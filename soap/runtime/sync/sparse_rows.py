@@ -9,19 +9,19 @@ A rank may have three roles for a region: a *member*, whose tiles look rows up; 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
 from soap.model.regions import lengths
-from soap.plan.plan import Plan, ShardSync
+from soap.plan.plan import ShardSync
 from soap.runtime.comm.parcels import Parcels, bytes_of, start_exchange
 from soap.runtime.comm.redistribute import Pending
 from soap.runtime.program.actions import ActionKind, MicroBatch
 from soap.runtime.sync.roles import Roles
 from soap.runtime.sync.row_requests import Wanted
-from soap.runtime.sync.row_update import RowGradient, add_up, common_rows
-from soap.runtime.sync.seam import RankSync, SyncContext
+from soap.runtime.sync.row_update import RowGradient, add_up, common_rows, parallel
+from soap.runtime.sync.seam import Gradient, RankSync, SyncContext
 from soap.runtime.trace import Watch
 
 
@@ -186,16 +186,6 @@ class RowSync(RankSync):
             if roles.owned_by(self.rank):
                 self.owners[number] = Owner(self.rank, roles, blank)
 
-    @classmethod
-    def before_forward(cls, sync: ShardSync) -> tuple[ActionKind, ...]:
-        """Owners must know which rows are requested."""
-        return (ActionKind.ASK,)
-
-    @classmethod
-    def after_backward(cls, plan: Plan, sync: ShardSync) -> tuple[ActionKind, ...]:
-        """SYNC even if nothing travels: it also hands the gradients to this rank's own part as an owner."""
-        return (ActionKind.COLLECT, ActionKind.SYNC) if sync.aggregated else (ActionKind.SYNC,)
-
     def begin(self, part: MicroBatch, watch: Watch) -> None:
         """Start afresh with the first micro-batch."""
         super().begin(part, watch)
@@ -282,6 +272,10 @@ class RowSync(RankSync):
     def gradient(self, shard: int) -> RowGradient:
         """The sum of all leaders' gradients for a shard, in the order of their devices."""
         return self.owners[self._owner_of[shard]].gradient(shard)
+
+    def gradients(self, shards: Sequence[int]) -> Mapping[int, Gradient]:
+        """See ``RankSync``."""
+        return dict(zip(shards, parallel(self.gradient, shards), strict=True))
 
     def _move(self, kind: ActionKind, number: int, parcels: Parcels, places: Parcels) -> Pending:
         devices = self.requests.roles[number].devices

@@ -6,7 +6,7 @@ puts them back for the changed strategy.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -25,26 +25,25 @@ from soap.strategy.config import OpConfig
 
 
 class PassTables(NamedTuple):
-    """The actions of an order: ``kind`` (FORWARD, BACKWARD: whole backward passes or input gradients, WEIGHTS), ``part`` (micro-batch),
-    ``chunk``. Chunk c has the operators ``operator[ptr[c]:ptr[c + 1]]``, ascending. ``count``: micro-batches; 1 if there is no order.
-    By operator: ``divided``, whether its backward pass is in two; ``late``, whether it is one, and takes place with weight gradients.
-    ``epilogue``: the operators of the loss's, which run behind all actions. ``back_rank``: [operator, micro-batch], the place of the action
-    of its backward pass, or the first half of it (``PassOrder.rank``); 0 if there is no order."""
+    """The actions of an order: ``group`` (a kind of a chunk), ``part`` (micro-batch). A group has the passes ``which`` (FORWARD, BACKWARD:
+    the whole one or input gradients, WEIGHTS) of ``operator`` from ``ptr[group]`` to ``ptr[group + 1]``, in their order. ``count``:
+    micro-batches; 1 if there is no order. ``divided``: by operator, whether its backward pass is in two. ``group_of``: [pass, operator]; -1
+    for none. ``epilogue``: the operators of the loss's, which run behind all actions. ``back_rank``: [operator, micro-batch], the place of
+    the action of its backward pass, or the first half of it (``PassOrder.rank``); 0 if there is no order."""
 
     count: Ints  # type: ignore[assignment]  # not tuple's method
-    kind: Ints
+    group: Ints
     part: Ints
-    chunk: Ints
     ptr: Ints
     operator: Ints
+    which: Ints
     divided: Ints
-    late: Ints
+    group_of: Ints
     epilogue: Ints
     back_rank: Ints
 
 
 FORWARD, BACKWARD, WEIGHTS = range(3)
-_KINDS: Mapping[Kind, int] = {"F": FORWARD, "B": BACKWARD, "I": BACKWARD, "W": WEIGHTS}
 
 
 def pass_tables(order: PassOrder | None, operators: int) -> PassTables:
@@ -52,34 +51,33 @@ def pass_tables(order: PassOrder | None, operators: int) -> PassTables:
     ints = lambda values: np.array(list(values), np.int32)  # noqa: E731
     if order is None:
         whole = ints([0] * operators)
-        return PassTables(ints([1]), ints([]), ints([]), ints([]), ints([0]), ints([]), whole, whole, ints([]), whole)
-    chunks = sorted({*order.chunks})
-    behind = order.cut.graph.epilogue
-    members = [[position for position, chunk in enumerate(order.chunks) if chunk == own and position not in behind] for own in chunks]
-    numbers = {chunk: number for number, chunk in enumerate(chunks)}
+        return PassTables(ints([1]), ints([]), ints([]), ints([0]), ints([]), ints([]), whole, ints([]), ints([]), whole)
+    own: Sequence[Sequence[Kind]] = ["F"] * operators, order.backward, order.weights
+    groups = {key: number for number, key in enumerate(sorted({action[:2] for action in order.actions}))}
+    members: list[list[tuple[int, int]]] = [[] for _ in groups]
+    group_of = np.full((len(own), operators), -1, np.int32)
+    for op in range(operators):
+        for which in (FORWARD, BACKWARD, WEIGHTS)[: 0 if op in order.cut.graph.epilogue else 2 + (op in order.divided)]:
+            group_of[which, op] = group = groups[own[which][op], order.chunks[op]]
+            members[group].insert(len(members[group]) if which == FORWARD else 0, (op, which))
+    ranks = np.zeros((len(groups), order.cut.count), np.int32)
+    for action, rank in order.ranks.items():
+        ranks[groups[action[:2]], action.microbatch] = rank
+    back = ranks[[groups[key] for key in zip(order.backward, order.chunks, strict=True)]]
+    uncut = [order.cut.parts(op) == 1 for op in range(operators)]
+    back[uncut] = back[uncut, -1:]  # an operator that is not cut has its one rank for all micro-batches
     return PassTables(
         count=ints([order.cut.count]),
-        kind=ints(_KINDS[action.kind] for action in order.actions),
+        group=ints(groups[action[:2]] for action in order.actions),
         part=ints(action.microbatch for action in order.actions),
-        chunk=ints(numbers[action.chunk] for action in order.actions),
         ptr=ints(np.cumsum([0, *map(len, members)])),
-        operator=ints(position for own in members for position in own),
-        divided=ints(position in order.divided for position in range(operators)),
-        late=ints(kind == "W" for kind in order.backward),
+        operator=ints(op for found in members for op, _ in found),
+        which=ints(which for found in members for _, which in found),
+        divided=ints(op in order.divided for op in range(operators)),
+        group_of=group_of.ravel(),
         epilogue=ints(sorted(order.cut.graph.epilogue)),
-        back_rank=_back_ranks(order, numbers),
+        back_rank=back.ravel(),
     )
-
-
-def _back_ranks(order: PassOrder, numbers: Mapping[int, int]) -> Ints:
-    """``PassTables.back_rank``. ``numbers``: by chunk. An operator that is not cut has its one rank for all micro-batches."""
-    ranks = np.zeros((len({*_KINDS.values()}), len(numbers), order.cut.count), np.int32)
-    for action, rank in order.ranks.items():
-        ranks[_KINDS[action.kind], numbers[action.chunk], action.microbatch] = rank
-    found = ranks[[_KINDS[kind] for kind in order.backward], [numbers[chunk] for chunk in order.chunks]]
-    whole = [order.cut.parts(position) == 1 for position in range(len(found))]
-    found[whole] = found[whole, -1:]
-    return found.ravel()
 
 
 def repeated(config: OpConfig, parts: int) -> tuple[int, ...]:
@@ -122,18 +120,13 @@ def link_passes(W: World) -> None:
     fill(C.head, 0, devices, 0)
     fill(S.last_pass, 0, devices, 0)
     for action in range(len(A.part)):
-        first, last, kind = A.ptr[A.chunk[action]], A.ptr[A.chunk[action] + 1], A.kind[action]
-        for i in range(last - first):
-            op = A.operator[last - 1 - i] if kind else A.operator[first + i]
-            block = C.tile_slot[op] + (C.tiles[op] if kind else 0)
-            if kind == WEIGHTS and A.divided[op]:
-                block = weights_slot(C, op)
-            elif kind and A.late[op] != (kind == WEIGHTS):
-                continue
+        for i in range(A.ptr[A.group[action]], A.ptr[A.group[action] + 1]):
+            op, which = A.operator[i], A.which[i]
+            block = weights_slot(C, op) if which == WEIGHTS else C.tile_slot[op] + which * C.tiles[op]
             cells, parts = V.rows[C.variant[op], CELLS], V.rows[C.variant[op], PARTS]
             part = A.part[action]
             if parts == 1:
-                if part != (A.count[0] - 1 if kind else 0):
+                if part != (A.count[0] - 1 if which else 0):
                     continue
                 part = 0
             _link_tiles(C, S, op, block, cells, part * (cells // parts), (part + 1) * (cells // parts))

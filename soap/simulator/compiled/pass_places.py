@@ -22,9 +22,6 @@ from soap.simulator.compiled.state import BACKWARD_TILE, FORWARD_TILE, SLOTS
 from soap.simulator.compiled.variants import CELLS, PARTS
 from soap.simulator.compiled.world import World
 
-KINDS = 3
-"""Of actions: FORWARD, BACKWARD, WEIGHTS."""
-
 NOWHERE = -1
 """In place of a place: the pass is in no order, or does not take place."""
 
@@ -35,18 +32,16 @@ FOREVER = 1 << 30
 class PlaceTables(NamedTuple):
     """Places and nodes, and what ``ordered_memory`` works out of them.
 
-    ``chunk``: by operator, its chunk among those of ``PassTables``, or -1 of the loss's epilogue. ``sizes``: (slots in use, actions that an
-    order of so many chunks may have). ``rank``: [kind, chunk, micro-batch], the place of an action in the order; that of the epilogue
-    last. ``place``: by slot. ``base``: by device, its first place; behind its last one is a place without a pass. ``node_base``: by
-    device, its first node. Both end with one more. By node: ``node_rank``, and ``node_first``, its first place. By place: ``node``.
-    ``done``: [node, device], how many of the device's passes are over when the node ends; empty if that would take too much memory, and
-    then nothing is known of other devices. ``next``: by device, the next node.
+    ``sizes``: (slots in use, actions that an order of so many groups may have). ``rank``: [group, micro-batch], the place of an action in
+    the order; that of the epilogue last. ``place``: by slot. ``base``: by device, its first place; behind its last one is a place without a
+    pass. ``node_base``: by device, its first node. Both end with one more. By node: ``node_rank``, and ``node_first``, its first place. By
+    place: ``node``. ``done``: [node, device], how many of the device's passes are over when the node ends; empty if that would take too
+    much memory, and then nothing is known of other devices. ``next``: by device, the next node.
 
     ``change``: by place, bytes that are held from there on, beyond those held before. ``steady``: by device, bytes that are held all the
     time. ``ordered``: by device, the bound, in bytes.
     """
 
-    chunk: Ints
     sizes: Longs
     rank: Ints
     place: Ints
@@ -64,54 +59,48 @@ class PlaceTables(NamedTuple):
 
 @entry
 def count_passes(W: World, L: PlaceTables) -> None:
-    """Fill ``chunk`` and ``sizes``; and ``base`` and ``node_base`` with each device's number of passes, and of nodes."""
+    """Fill ``sizes``; and ``base`` and ``node_base`` with each device's number of passes, and of nodes."""
     A, C = W.order, W.state
-    chunks = len(A.ptr) - 1
-    fill(L.chunk, 0, len(L.chunk), -1)
-    for chunk in range(chunks):
-        for i in range(A.ptr[chunk], A.ptr[chunk + 1]):
-            L.chunk[A.operator[i]] = chunk
-    L.sizes[0], L.sizes[1] = C.used[SLOTS], KINDS * chunks * A.count[0]
+    L.sizes[0], L.sizes[1] = C.used[SLOTS], (len(A.ptr) - 1) * A.count[0]
     for device in range(len(C.busy)):
         passes = nodes = 0
         before, slot = NOWHERE, C.head[device]
         while slot > 0:
-            action = _action(W, L, slot)
+            action = _action(W, slot)
             nodes += action != before
             before, slot, passes = action, C.follow[slot], passes + 1
         L.base[device], L.node_base[device] = passes, nodes
 
 
 @compiled
-def _action(W, L, slot):  # type: ignore[no-untyped-def]
+def _action(W, slot):  # type: ignore[no-untyped-def]
     """The number, as an index of ``rank``, of the action to which a pass belongs."""
     A, V, C = W.order, W.variants, W.state
-    op, kind, count, chunks = C.owner[slot], C.kind[slot], A.count[0], len(A.ptr) - 1
-    if L.chunk[op] < 0:
-        return KINDS * chunks * count
-    own = FORWARD
-    if kind != FORWARD_TILE:
-        own = BACKWARD if kind == BACKWARD_TILE and not A.late[op] else WEIGHTS
+    op, kind, count = C.owner[slot], C.kind[slot], A.count[0]
+    own = FORWARD if kind == FORWARD_TILE else BACKWARD if kind == BACKWARD_TILE else WEIGHTS
+    group = A.group_of[own * len(A.divided) + op]
+    if group < 0:
+        return (len(A.ptr) - 1) * count
     cells, parts = V.rows[C.variant[op], CELLS], V.rows[C.variant[op], PARTS]
     part = (C.index[slot] % cells) // (cells // parts)
     if parts == 1:
         part = 0 if own == FORWARD else count - 1
-    return (own * chunks + L.chunk[op]) * count + part
+    return group * count + part
 
 
 @compiled
 def find_places(W: World, L: PlaceTables) -> None:
     """Fill ``rank``, ``place``, ``node`` and what belongs to nodes. ``base`` and ``node_base`` say where each device's begin."""
     A, C = W.order, W.state
-    chunks, count = len(A.ptr) - 1, A.count[0]
+    count = A.count[0]
     for action in range(len(A.part)):
-        L.rank[(A.kind[action] * chunks + A.chunk[action]) * count + A.part[action]] = action
-    L.rank[KINDS * chunks * count] = len(A.part)
+        L.rank[A.group[action] * count + A.part[action]] = action
+    L.rank[(len(A.ptr) - 1) * count] = len(A.part)
     fill(L.place, 0, C.used[SLOTS], NOWHERE)
     for device in range(len(C.busy)):
         place, node, before, slot = L.base[device], L.node_base[device] - 1, NOWHERE, C.head[device]
         while slot > 0:
-            action = _action(W, L, slot)
+            action = _action(W, slot)
             if action != before:
                 node += 1
                 L.node_rank[node], L.node_first[node] = L.rank[action], place

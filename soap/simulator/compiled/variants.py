@@ -58,12 +58,12 @@ class VariantTables(NamedTuple):
 
 class Variants:
     """The variants of one engine, made when they are first asked for. ``cuts``: what makes them. ``micro_batches``: how new ones are cut.
-    ``divides``: whether their backward passes are in two. ``made``: by number."""
+    ``divided``: positions of operators whose backward passes are in two. ``made``: by number."""
 
     def __init__(self, cuts: CutOperators, geometries: Geometries, draws: Draws | None = None) -> None:
         self.cuts, self.geometries, self.draws = cuts, geometries, draws
         self._numbers: dict[Hashable, int] = {}
-        self.micro_batches, self.divides = MicroBatches(cuts.graph, 1), False
+        self.micro_batches, self.divided = MicroBatches(cuts.graph, 1), frozenset[int]()
         self.made: list[CutOperator] = []
         self._boxes: dict[Box, int] = {}
         self._rows, self._data, self._costs = Growing(np.int64), Growing(np.int32), Growing(np.int64)
@@ -73,10 +73,10 @@ class Variants:
 
     def number(self, position: int, degrees: tuple[int, ...], shares: Shares = ()) -> int:
         """The variant of the operator at ``position`` under these degrees and shares."""
-        key = self.cuts.key(position, degrees, shares, self.micro_batches, self.divides)
+        key = self.cuts.key(position, degrees, shares, self.micro_batches, position in self.divided)
         found = self._numbers.get(key)
         if found is None:
-            cut = self.cuts.cut(position, degrees, shares, self.micro_batches, self.divides)
+            cut = self.cuts.cut(position, degrees, shares, self.micro_batches, position in self.divided)
             self._rows.add(self._row(cut))
             self.made.append(cut)
             found = self._numbers[key] = len(self.made) - 1

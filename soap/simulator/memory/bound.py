@@ -158,7 +158,7 @@ def _ordered_bytes(engine: Engine, tables: MemoryTables) -> list[int]:
     """The upper bound in bytes, by device, of the strategy that an engine holds or proposes, if its passes follow its order of
     micro-batches. ``tables``: of ``bound_memory``, which was called for this strategy."""
     devices = engine.topology.device_count
-    fixed: dict[str, Any] = {"chunk": np.zeros(len(engine.graph.operators), np.int32), "sizes": np.zeros(2, np.int64)}
+    fixed: dict[str, Any] = {"sizes": np.zeros(2, np.int64)}
     fixed |= {name: np.zeros(devices + 1, np.int32) for name in ("base", "node_base", "next")}
     fixed |= {name: np.zeros(devices, np.int64) for name in ("steady", "ordered")}
 
