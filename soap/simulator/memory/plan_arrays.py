@@ -23,7 +23,7 @@ from soap.plan.tiling import Tile, made_bytes, windows
 from soap.simulator.memory.footprint import Shares, shares_of
 from soap.simulator.memory.grouped import Bools, Longs
 from soap.simulator.memory.peaks import PACKING_KINDS, away_bytes, padded_bytes
-from soap.simulator.memory.transit import cells_land_in_place, lies_in_one_piece
+from soap.simulator.memory.transit import cells_land_in_place, lies_in_one_piece, received_apart
 
 MESSAGE, GATHER, SWAP, BROADCAST = range(4)
 """Patterns of carriers."""
@@ -273,7 +273,9 @@ class _Maker:
         self._graph, self._own = plan.graph, plan.deliveries[position]
         self._others, self._op = plan.deliveries, plan.graph.operators[position]
         self._rows: dict[str, list[tuple[int, ...]]] = {name: [] for name in BLOCKS}
+        self._numbers = {own.name: k for k, own in enumerate(plan.graph.parameters)} if self._op.parameters else {}
         self._output_rows: dict[tuple[int, str], int] = {}
+        self._operands: dict[int, tuple[str, ...]] = {}
 
     def made(self) -> _Part:
         """All of them."""
@@ -294,11 +296,14 @@ class _Maker:
     def _shares(self, tile: Tile) -> Shares:
         return shares_of(self._graph, self._graph.operators[tile.operator], tile.intervals)
 
-    def _keeps(self, tile: Tile, tensor: str) -> bool:
-        """Whether autograd keeps a tile's region of an operand."""
-        places, op = self._shares(tile).keeps, self._graph.operators[tile.operator]
-        operands = enumerate((*op.inputs, *op.parameters, *op.outputs))
-        return places is None or any(place in places for place, operand in operands if operand.tensor == tensor)
+    def _keeps(self, position: int, shares: Shares, tensor: str) -> bool:
+        """Whether autograd keeps the region of an operand of an operator's tile."""
+        op, operands = self._graph.operators[position], self._operands.get(position)
+        if shares.keeps is None:
+            return True
+        if operands is None:
+            operands = self._operands[position] = tuple([operand.tensor for operand in (*op.inputs, *op.parameters, *op.outputs)])
+        return any([operands[place] == tensor for place in shares.keeps])
 
     def _tile(self, number: int, tile: Tile) -> None:
         """Add a tile, what it makes, and what it reads of the batch and of parameters."""
@@ -311,23 +316,22 @@ class _Maker:
         self._rows["tiles"].append((tile.operator, tile.device, *held, tile.part or 0, packed))
         for place, output in enumerate(op.outputs):
             self._output_rows[number, output.tensor] = len(self._rows["outputs"])
-            keeps = self._keeps(tile, output.tensor)
+            keeps = self._keeps(tile.operator, shares, output.tensor)
             self._rows["outputs"].append((number, place, made_bytes(graph, op, tile, place), keeps))
         for operand, box in zip(op.inputs, tile.inputs, strict=True):
             tensor = graph.tensors[operand.tensor]
             if tensor.kind in (TensorKind.INPUT, TensorKind.CONSTANT):
-                copied, keeps = not in_one_piece(box, tensor.shape), self._keeps(tile, operand.tensor)
+                copied, keeps = not in_one_piece(box, tensor.shape), self._keeps(tile.operator, shares, operand.tensor)
                 region, size = region_number(operand.tensor, box), self._box_bytes(operand.tensor, box)
                 self._rows["given"].append((number, region, size, copied, keeps))
-        numbers = {own.name: k for k, own in enumerate(graph.parameters)} if op.parameters else {}
         for place, (operand, box) in enumerate(zip(op.parameters, tile.parameters, strict=True), len(op.inputs)):
             tensor, size = graph.tensors[operand.tensor], self._box_bytes(operand.tensor, box)
             rows_bytes, sparse = size, operand.tensor in graph.sparse
             if sparse and tile.operator in graph.backward_operators:
                 rows = min(box[0][1] - box[0][0], tile_lookups(graph, operand.tensor, tile))
                 rows_bytes = rows * row_bytes(graph, operand.tensor, box)
-            own = number, numbers[operand.tensor], region_number(operand.tensor, box), size, rows_bytes
-            flags = self._keeps(tile, operand.tensor), tensor.requires_grad, place in shares.in_rows, sparse
+            own = number, self._numbers[operand.tensor], region_number(operand.tensor, box), size, rows_bytes
+            flags = self._keeps(tile.operator, shares, operand.tensor), tensor.requires_grad, place in shares.in_rows, sparse
             self._rows["parameters"].append((*own, *flags))
 
     def _holding(self, held: Holding) -> None:
@@ -342,7 +346,7 @@ class _Maker:
 
     def _fetches(self) -> None:
         """Add the fetches with their pieces and readers."""
-        apart, carriers = self._apart(), self._brought()
+        apart, carriers = received_apart(self._own), self._brought()
         for number, fetch in enumerate(self._own.fetches):
             gradient, holdings = self._graph.tensors[fetch.tensor].requires_grad, self._own.holdings
             remote = any(holdings[holding].device != fetch.device for _, holding in fetch.pieces)
@@ -350,33 +354,21 @@ class _Maker:
             self._rows["fetches"].append((fetch.device, size, gradient, remote, len(fetch.pieces), len(fetch.consumers)))
             for reader, tile, place in fetch.consumers:
                 shares = self._shares(self._others[reader].tiles[tile])
-                keeps = self._keeps(self._others[reader].tiles[tile], fetch.tensor)
+                keeps = self._keeps(reader, shares, fetch.tensor)
                 self._rows["readers"].append((number, tile, place, keeps, place in shares.in_rows, place in shares.spread, reader))
             for place, (box, holding) in enumerate(fetch.pieces):
                 held = holdings[holding]
                 own = number, holding, self._box_bytes(fetch.tensor, box), held.device != fetch.device
                 moved = carriers.get((number, place), -1), (number, place) in apart
-                lies = lies_in_one_piece(box, fetch.box), lies_in_one_piece(box, held.box)
-                self._rows["pieces"].append((*own, *moved, box == fetch.box, box == held.box, *lies))
+                whole, all_held = box == fetch.box, box == held.box
+                lies = whole or lies_in_one_piece(box, fetch.box), all_held or lies_in_one_piece(box, held.box)
+                self._rows["pieces"].append((*own, *moved, whole, all_held, *lies))
 
     def _all_carriers(self) -> list[Message | Exchange]:
         return [*self._own.messages, *self._own.exchanges]
 
     def _brought(self) -> dict[tuple[int, int], int]:
         return {part: number for number, carrier in enumerate(self._all_carriers()) for part in carrier.parts}
-
-    def _apart(self) -> set[tuple[int, int]]:
-        """``transit.received_apart``."""
-        own = self._own
-        alone = {part for message in own.messages if len(message.parts) == 1 for part in message.parts}
-        alone |= {part for exchange in own.exchanges if exchange.pattern is Pattern.BROADCAST for part in exchange.parts}
-        found: set[tuple[int, int]] = set()
-        for number, fetch in enumerate(own.fetches):
-            pieces = enumerate(fetch.pieces)
-            remote = {(number, k) for k, (_, holding) in pieces if own.holdings[holding].device != fetch.device}
-            if len(fetch.pieces) > 1 or not alone.issuperset(remote):
-                found |= remote
-        return found
 
     def _carriers(self) -> None:
         """Add the carriers, and the pieces that they bring."""
