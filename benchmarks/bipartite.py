@@ -33,14 +33,10 @@ from soap import export
 from soap.cli.options import positive
 from soap.cluster.topology import Topology
 from soap.elastic.cut import Cut
-from soap.elastic.layout import Place
+from soap.elastic.layout import ElasticPlan, Lookups, Place, route
 from soap.elastic.leases import Steps
-from soap.elastic.lookups import Lookups
-from soap.elastic.partitions import route
-from soap.elastic.plan import ElasticPlan
-from soap.elastic.simulation.design import Design, bipartite, design_of, fully_connected, shapes_of
+from soap.elastic.simulation.design import Asked, Design, Needs, Traffic, bipartite, design_of, fully_connected, shapes_of
 from soap.elastic.simulation.steady import Steady, simulate
-from soap.elastic.simulation.traffic import Asked, Needs, Traffic
 from soap.elastic.worker import InMemory, Source
 from soap.errors import SoapError
 from soap.files import check_writable

@@ -20,7 +20,7 @@ from statistics import mean, median
 from benchmarks.pages import give
 from soap import api
 from soap.api.deciding import draws_for, timed
-from soap.cli import what_decides
+from soap.cli import profile
 from soap.search.chains import search
 from soap.search.compiled.runner import CompiledChain, CompiledSpace
 from soap.search.metropolis import DEFAULT_BETA
@@ -109,9 +109,9 @@ def _decider(simulator: Simulator, plan: Strategy, usual: Strategy) -> str:
     """What of the costs decides most between a plan and data parallelism, and its share of the variance of the gain."""
     if plan == usual:
         return "-"
-    found = what_decides.find(simulator, plan, usual)
+    found = profile.find_deciding(simulator, plan, usual)
     first = max(found.matters, key=lambda matter: matter.share)
-    what = what_decides.WORDS[first.thing.what].format(device=first.thing.device, kind=first.thing.kind)
+    what = profile.WORDS[first.thing.what].format(device=first.thing.device, kind=first.thing.kind)
     return f"{what} ({first.share:.0%})"
 
 

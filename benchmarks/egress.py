@@ -18,8 +18,7 @@ from statistics import mean
 from benchmarks.bipartite import BATCH, DRAWN, MODEL, Bench, average, bench_of
 from benchmarks.pages import give
 from soap.elastic.layout import Place
-from soap.elastic.simulation.design import Design, bipartite, design_of, fully_connected
-from soap.elastic.simulation.traffic import Traffic
+from soap.elastic.simulation.design import Design, Traffic, bipartite, design_of, fully_connected
 from soap.errors import SoapError
 from soap.files import check_writable
 from soap.strategy.consistency import parse

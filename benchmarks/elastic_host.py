@@ -27,7 +27,7 @@ from benchmarks.shared_processor import InTurn, SharedProcessor
 from soap.elastic.layout import Layout
 from soap.elastic.leases import Steps
 from soap.elastic.messages import decode, encode
-from soap.elastic.server_actor import Keeping
+from soap.elastic.store import Keeping
 from soap.elastic.transport import Buffer, Listener, connect
 from soap.elastic.worker import Batches, Report, Source, Worker
 from soap.emulation.placement import Placement, card_counters

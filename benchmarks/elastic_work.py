@@ -17,15 +17,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.shared_processor import SharedProcessor
-from soap.elastic.layout import Layout, Place
+from soap.elastic.layout import Layout, Lookups, Place, gradient_of_rows, route
 from soap.elastic.leases import Steps
-from soap.elastic.lookups import Lookups, gradient_of_rows
 from soap.elastic.messages import Kind, Message, decode, encode
-from soap.elastic.owners import Owners
-from soap.elastic.partitions import route
-from soap.elastic.server_actor import Keeping
 from soap.elastic.simulation.design import Lane
-from soap.elastic.worker import Batches, Source, Worker
+from soap.elastic.store import Keeping
+from soap.elastic.worker import Batches, Owners, Source, Worker
 from soap.runtime.updates.optimizers import OptimizerFactory
 
 LEASES = 5

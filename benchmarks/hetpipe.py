@@ -21,9 +21,9 @@ from soap.cluster.fewer import without
 from soap.cluster.presets import preset
 from soap.cluster.topology import Topology
 from soap.elastic.faults import ElasticError
-from soap.elastic.simulation.unroll import NO_DELAYS, Delays
-from soap.mixed.allocations import POLICIES
-from soap.mixed.searching import Finder, Found
+from soap.elastic.simulation.steady import NO_DELAYS, Delays
+from soap.mixed.partitioning import POLICIES
+from soap.mixed.steady import Finder, Found
 from soap.model.graph import OperatorGraph
 from soap.profiles.roofline import RooflineCosts
 from soap.simulator.simulate import Simulation

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 import soap
 from soap.elastic.launcher import Options, Run, train
-from soap.elastic.server_actor import Keeping
 from soap.elastic.session import module, session
+from soap.elastic.store import Keeping
 from soap.elastic.worker import InMemory, Report, Source
 from soap.errors import SoapError
 

@@ -20,9 +20,8 @@ from soap import api
 from soap.cluster.topology import Device, DeviceType, Host, Link, Topology
 from soap.elastic.layout import Place
 from soap.elastic.messages import Kind
-from soap.elastic.simulation.design import Design, bipartite, design_of, three_designs
+from soap.elastic.simulation.design import Design, Traffic, bipartite, design_of, frame_bytes, needs_of_graph, three_designs
 from soap.elastic.simulation.steady import Steady, simulate
-from soap.elastic.simulation.traffic import Traffic, frame_bytes, needs_of_graph
 from soap.elastic.simulation.work import EstimatedWork
 from soap.model.graph import OperatorGraph
 from soap.profiles.roofline import RooflineCosts

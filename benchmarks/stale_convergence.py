@@ -33,8 +33,8 @@ from benchmarks.pages import give
 from benchmarks.quiet import Watch
 from soap.elastic.clocks import SYNC
 from soap.elastic.launcher import Options, Run, train
-from soap.elastic.server_actor import Keeping
 from soap.elastic.session import session
+from soap.elastic.store import Keeping
 from soap.elastic.worker import InMemory, Report, Source
 from soap.preprocessing.generate import BLOCK_ROWS, NUMBERS, Rows, draw_rows
 

@@ -32,21 +32,19 @@ from benchmarks.quiet import Watch
 from benchmarks.wsp_replay import WORKERS
 from soap import api
 from soap.cli import emulation
-from soap.cli.lease_data import lease_data
+from soap.cli.batches import lease_data
 from soap.cli.options import not_negative, positive
-from soap.cli.worker_run import rate_of, samples_per_second
+from soap.cli.stale_run import rate_of, samples_per_second
 from soap.cluster.topology import Topology
-from soap.elastic.simulation.unroll import NO_DELAYS
+from soap.elastic.simulation.steady import NO_DELAYS
 from soap.elastic.worker import Source
 from soap.emulation.placement import run_evenly
 from soap.errors import SoapError
 from soap.files import check_writable
-from soap.mixed.allocations import POLICIES
-from soap.mixed.planned import minibatch_dims, strategy_of
-from soap.mixed.run.plan import wave_plan
+from soap.mixed.partitioning import POLICIES
+from soap.mixed.planned import minibatch_dims, strategy_of, wave_plan
 from soap.mixed.run.training import Job, train
-from soap.mixed.searching import Finder, Found
-from soap.mixed.steady import Training
+from soap.mixed.steady import Finder, Found, Training
 from soap.runtime.comm.launch import launch
 from soap.search.chains import search
 from soap.search.options import SearchOptions

@@ -4,7 +4,7 @@
 
 Two workers of two devices (ED) on the emulated hosts of ``benchmarks.wsp`` train half of each batch, as HetPipe's: SGD, where a worker's
 update is divided by the number of workers. When minibatches begin and end, and with which version, is simulated, with random delays; the
-values are trained by that in one process (``soap.elastic.waves`` and the net). Synchronous training takes the simulated step of the best
+values are trained by that in one process (``soap.elastic.clocks`` and the net). Synchronous training takes the simulated step of the best
 plan that a search finds for the same devices. One cell is real: it trains on the emulated hosts, and its losses are held against the same
 process that follows its starts. That cell needs root.
 """
@@ -34,17 +34,15 @@ from benchmarks.wsp import BOUNDS, RATE, Shape, export_minibatch
 from benchmarks.wsp_replay import RULES, WORKERS, Minibatch, Replay, TaskBatches
 from soap.cli import emulation
 from soap.cli.options import not_negative, positive
-from soap.elastic.simulation.unroll import Delays
+from soap.elastic.simulation.steady import Delays
 from soap.elastic.worker import Source
 from soap.emulation.placement import run_evenly
 from soap.errors import SoapError
 from soap.files import check_writable
-from soap.mixed.allocations import POLICIES
-from soap.mixed.planned import strategy_of
-from soap.mixed.run.plan import wave_plan
+from soap.mixed.partitioning import POLICIES
+from soap.mixed.planned import strategy_of, wave_plan
 from soap.mixed.run.training import Job, Outcome, train
-from soap.mixed.searching import Found
-from soap.mixed.steady import Training
+from soap.mixed.steady import Found, Training
 from soap.runtime.comm.launch import launch
 
 VERSION, COMMAND = 1, "python -m benchmarks.wsp_convergence"

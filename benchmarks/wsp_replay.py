@@ -1,6 +1,6 @@
 """Wave synchronous training in one process, by given minibatches: when each begins and ends, and with which version of the values.
 
-What servers and workers do with values is ``soap.elastic.waves``, as in simulations and runs; gradients are the module's own.
+What servers and workers do with values is ``soap.elastic.clocks``, as in simulations and runs; gradients are the module's own.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.convergence_tasks import TASKS
-from soap.elastic.waves import GlobalWeights, WorkerWeights
+from soap.elastic.clocks import GlobalWeights, WorkerWeights
 
 WORKERS = 2
 

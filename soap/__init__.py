@@ -33,9 +33,8 @@ if TYPE_CHECKING:
     from soap.model.graph import OperatorGraph
     from soap.preprocessing.local import preprocess
     from soap.runner.config import RunnerConfig
-    from soap.runner.partitioner import partitioner
     from soap.runner.runner import get_runner
-    from soap.runner.sharding import shard
+    from soap.runner.sharding import partitioner, shard
     from soap.runner.tuning import tune
     from soap.runtime.inputs import PartBatch
     from soap.runtime.trainer import Trainer
@@ -65,7 +64,7 @@ _HOME = {
     "simulate_beside": "soap.api",
     "simulate_servers": "soap.api",
     "get_runner": "soap.runner.runner",
-    "partitioner": "soap.runner.partitioner",
+    "partitioner": "soap.runner.sharding",
     "shard": "soap.runner.sharding",
     "tune": "soap.runner.tuning",
     "without_weights": "soap.tracing.without_values",

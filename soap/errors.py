@@ -129,3 +129,15 @@ def first_line(error: BaseException) -> str:
 
 INTERRUPTED_EXIT_CODE = 130
 """Exit code after Ctrl-C (128 + SIGINT)."""
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, which ends a command as Ctrl-C does, with an exit code of its own."""
+
+    exit_code = 143
+    number = 15
+
+
+def interrupted_code(error: KeyboardInterrupt) -> int:
+    """The exit code after a signal that raised this."""
+    return error.exit_code if isinstance(error, Terminated) else INTERRUPTED_EXIT_CODE

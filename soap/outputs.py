@@ -90,7 +90,7 @@ _MAGIC = {
     b"<!DOCTYPE html": "a page of HTML", b"<html": "a page of HTML", b"\x93NUMPY": "a NumPy array", b"PAR1": "a Parquet file",
 }  # fmt: skip
 _SUFFIXES = {
-    ".py": "Python code", ".md": "a Markdown text", ".yaml": "a YAML file", ".yml": "a YAML file", ".toml": "a TOML file", 
+    ".py": "Python code", ".md": "a Markdown text", ".yaml": "a YAML file", ".yml": "a YAML file", ".toml": "a TOML file",
     ".csv": "a table", ".svg": "a picture", ".sh": "a script", ".ipynb": "a notebook",
 }  # fmt: skip
 

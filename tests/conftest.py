@@ -6,6 +6,7 @@ A test tells by ``record_property("tally", [table, row, number])``; the summary 
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from soap.files import cache_folder
+from tests import made_up_machine
 from tests.extent import load_profile
 from tests.kept_models import CACHE, keep_zoo_models
 
@@ -35,6 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """What is kept of this machine for its user (measured rates and profiles) is neither read nor changed: tests have a cache folder of
     their own, which all their processes share. Machine code alone is the user's: it takes minutes to make."""
     load_profile()
+    gc.disable()  # until all tests are collected, a third of which it takes otherwise
     if CACHE not in os.environ:
         kept = cache_folder()
         os.environ[CACHE] = os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="soap-tests-")
@@ -42,6 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
             (kept / "machine_code").mkdir(parents=True, exist_ok=True)
             Path(os.environ[CACHE], "soap").mkdir()
             Path(os.environ[CACHE], "soap", "machine_code").symlink_to(kept / "machine_code")
+        made_up_machine.keep()
         config.add_cleanup(forget_cache)
     # Tests keep both cores busy while one of them measures this machine; commands that are started say so otherwise. The first filter is
     # what a launcher sets for its ranks.
@@ -58,6 +62,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
     files = {item.path for item in on_ranks}
     items.sort(key=lambda item: item.path not in files)
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests stay to the end: the collector of garbage need not look through them again and again."""
+    gc.freeze()
+    gc.enable()
 
 
 def forget_cache() -> None:

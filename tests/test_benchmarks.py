@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from math import log
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 import soap
-from benchmarks import accuracy_report, end_to_end, single_device, spreads
+from benchmarks import accuracy_report, end_to_end
 from benchmarks.accuracy_report import HEAD, Plan, in_rounds, line_of, tau
-from benchmarks.end_to_end import Result, conclusion, contenders, table
+from benchmarks.end_to_end import Result, conclusion, contenders
 from benchmarks.models import MODELS, export_model
-from benchmarks.partitions import Swept, report
 from benchmarks.quiet import Watch, used_seconds
 from benchmarks.sparse import different
 from soap import api
@@ -29,14 +27,6 @@ RESULTS = [
     Result("gpt", "data_parallel", 60_000_000, 60_000_000, 59_000_000, 0.05),
     Result("gpt", "found", 58_000_000, 90_000_000, 59_000_000, 0.05),
 ]
-
-
-def test_table_compares_with_data_parallelism_of_the_same_model() -> None:
-    lines = table(RESULTS).splitlines()
-    assert len(lines) == 2 + len(RESULTS)
-    assert lines[2] == "| lm | data_parallel | 100.0 ms | 200.0 ms | 190.0 ms | 2.00 | 1.00 | 1.00 | 5% |"
-    assert lines[3] == "| lm | megatron | 50.0 ms | 100.0 ms | 90.0 ms | 2.00 | 2.00 | 2.00 | 5% |"
-    assert lines[6] == "| gpt | found | 58.0 ms | 90.0 ms | 59.0 ms | 1.55 | 1.03 | 0.67 | 5% |"
 
 
 def test_conclusion_counts_pairs_in_the_predicted_order() -> None:
@@ -100,24 +90,11 @@ def test_a_disturbed_round_is_repeated_while_there_is_time(monkeypatch: pytest.M
     assert end_to_end.quietly(lambda: next(rounds), wait_seconds=-1) == ("third", 0.4)
 
 
-def test_partitions_compare_the_choice_with_the_best_of_the_sweep() -> None:
-    sweep = Swept({1: 120e6, 2: 100e6, 3: 110e6}, {1: [120e6], 2: [99e6, 101e6], 3: [110e6]})
-    found = {"partitions": 3, "fit": {"deviation": 0.02}, "samples": [{"partitions": 2, "measured_ns": 105_000_000}]}
-    assert report("m", found, sweep) == "| m | 2: 105.0 | 2.0% | 3 | 2 | 0.909 | 2.0% | 1: 120.0, 2: 100.0, 3: 110.0 |"
-
-
 def test_equal_strategies_are_one_with_several_names() -> None:
     one, other, third = (Strategy({"op": OpConfig((1,), (device,))}) for device in range(3))
     strategies, names = different(one, {"a": other, "b": one, "c": other, "d": third, "e": one})
     assert strategies == {"found": one, "a": other, "d": third}
     assert names == {"found": "found = b = e", "a": "a = c", "d": "d"}
-
-
-def test_a_single_device_s_predictions_stand_beside_what_was_measured() -> None:
-    predicted = {"data sheet": 50_000_000, "profile": 98_000_000}
-    result = single_device.Result("m", predicted, 100_000_000, (101_000_000, 100_000_000), 3 * 2**20, 2 * 2**20, "all measured")
-    cells = ["m", "50.0 ms, 0.500", "98.0 ms, 0.980", "100.0 ms (101.0, 100.0)", "3 MiB", "2 MiB", "1.500", "all measured"]
-    assert single_device.line(result) == f"| {' | '.join(cells)} |"
 
 
 def test_rounds_of_a_comparison_are_put_together() -> None:
@@ -154,18 +131,6 @@ def test_tables_of_several_runs_are_reported_together() -> None:
     assert lines[-1] == "5 plans: median error 4.0%, 80% of them within 15%, mean 7.1%"
 
 
-def test_spreads_take_plans_and_no_other_table_of_as_many_columns() -> None:
-    plans = [Plan("emulated:a", "m", "found", 100 * 10**6, 110 * 10**6), Plan("emulated:b", "n", "found", 80 * 10**6, 40 * 10**6)]
-    summary = ["| emulated:a | m | 10 | 3.0% | 11.0% | 0.87 | 1.000 | 1.40 |", ""]
-    text = "\n".join([*summary, f"| {' | '.join(HEAD)} |", f"|{'---|' * len(HEAD)}", *map(line_of, plans), "", *summary])
-    assert spreads.plan_errors(text) == [("emulated:a", "m", pytest.approx(log(1.1))), ("emulated:b", "n", pytest.approx(log(0.5)))]
-
-
-def test_plans_without_what_was_found_have_errors_alone() -> None:
-    lines = accuracy_report.report([Plan("a", "m", "data_parallel", 110, 100), Plan("a", "m", "random 1", 200, 200)])
-    assert lines[2] == "| a | m | 2 | 5.0% | 10.0% | 1.00 | - | - |"
-
-
 @pytest.mark.parametrize(("cell", "expected"), [("soon", "'soon' in the line"), ("0.0", "expected milliseconds above 0"), ("inf", "'inf'")])
 def test_bad_lines_and_files_are_refused_in_one_line(cell: str, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "bad.md"
@@ -175,11 +140,3 @@ def test_bad_lines_and_files_are_refused_in_one_line(cell: str, expected: str, t
             accuracy_report.main([str(own)])
         assert stopped.value.code == 2
         assert part in capsys.readouterr().err.splitlines()[-1]
-
-
-def test_files_without_such_tables_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "empty.md").write_text("| a |\n")
-    with pytest.raises(SystemExit) as stopped:
-        accuracy_report.main([str(tmp_path / "empty.md")])
-    assert stopped.value.code == 2
-    assert "no plans in" in capsys.readouterr().err

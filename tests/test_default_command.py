@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from math import exp, inf, log
 from pathlib import Path
 from statistics import NormalDist, median, pvariance
@@ -11,9 +10,8 @@ from typing import Any
 import pytest
 
 from benchmarks import coverage, default_cells, default_command, default_page, small_models
-from benchmarks.accuracy_report import HEAD as ACCURACY_HEAD
-from benchmarks.accuracy_report import Plan, line_of
-from benchmarks.default_cells import FOUND, MODES, PEER, SAME, USUAL, Cell, Foreseen, Ratio, ratio_of
+from benchmarks.accuracy_report import Plan
+from benchmarks.default_cells import FOUND, PEER, SAME, USUAL, Cell, Foreseen, ratio_of
 from benchmarks.step_errors import judged, step_error
 from soap.errors import SoapError
 
@@ -57,29 +55,6 @@ def test_a_cell_s_plan_stands_beside_both_kinds_of_data_parallelism() -> None:
     assert cell().over_peer is None
 
 
-def test_predicted_times_and_gains_stand_beside_measured_ones() -> None:
-    own = cell(found=54, peer=90, usual=109)
-    assert own.times == [Foreseen(USUAL, 109.0 * MS, DRAWS), Foreseen(FOUND, 54.0 * MS, tuple(d // 2 for d in DRAWS))]
-    assert own.times[0].between(0.8) == (92.0 * MS, 108.0 * MS)
-    assert [one.inside(0.8) for one in own.times] == [False, True]
-    assert own.times[0].inside(0.9)
-    assert own.gain == Foreseen(FOUND, pytest.approx(109 / 54), (2.0,) * 21)
-    assert cell().gain is None
-
-
-def test_lines_of_the_table() -> None:
-    costs = {"measured": 0.9, "estimated": 0.1}
-    own = cell(found=80, peer=90, profiled={"seconds": 41.7}, verifying_s=20.2, others=0.031, sources=costs)
-    assert default_page.line(own) == (
-        "| local:2 | t5 | found 1 | 60 s | 42 s | 20 s | 90% | 100.0 | 90.0 | **1.25** (1.25 to 1.25) | **1.12** (1.12 to 1.12) | 3% |"
-    )
-    short = cell(rounds=2)
-    assert default_page.line(short) == "| local:2 | t5 | data_parallel | 60 s | - | - | ? | 100.0 | - | 1 (the same plan) | - | ? |"
-    assert default_page.ratio_text(Ratio(1.0, 0.0, inf)) == "**1.00** (too few rounds for an interval)"
-    assert {default_page.line(one).count("|") for one in (own, short)} == {len(default_page.HEAD) + 1}
-    assert all(line.count("|") == len(default_page.PREDICTED_HEAD) + 1 for line in default_page.predicted_lines([own, short]))
-
-
 CELLS = [
     cell(found=80, peer=90, seconds=130.0),
     cell("vit", found=105, peer=80),
@@ -103,21 +78,6 @@ def test_the_conclusion_counts_what_was_reached() -> None:
     ]
     assert default_page.conclusion(modes["blind"], 0.97)[0].startswith("0 of 1 plans")
     assert default_page.conclusion([cell()], 0.97)[1] == "0 differ from data parallelism."
-
-
-def test_the_page_has_all_cells_by_mode() -> None:
-    text = default_page.page([*CELLS, cell("dlrm", machine="a box", mode="unprofiled")])
-    headings = [line for line in text.splitlines() if line.startswith("#")]
-    titles = [default_page.TITLES[mode] for mode in MODES]
-    assert headings[1:4] == [f"## {title}" for title in titles]
-    assert headings[5:] == [f"### {title}: predicted" for title in titles]
-    assert all(text.count(f"\n{default_page.line(one)}\n") == 1 for one in CELLS)
-    assert "\na box.\n" in text
-    assert "--costs estimate --verify 0 --confidence 0" in text
-    assert max(map(len, (line for line in text.splitlines() if not line.startswith("|")))) <= 140
-    assert "4 of 7 measured times lie inside their 80% range (0 below, 3 above); 0 of 3 gains (3 below, 0 above)." in text
-    noted = default_page.page([cell(peer=90, note="it failed")])
-    assert "- DDP, local:2 t5: it failed\n" in noted
 
 
 def test_finished_cells_are_kept_and_not_run_again(
@@ -161,51 +121,6 @@ def test_cells_come_back_as_they_were(tmp_path: Path) -> None:
     default_cells.write(file, CELLS)
     assert default_cells.read(file) == CELLS
     assert default_cells.read(tmp_path / "none.json") == []
-
-
-def spoiled(change: str) -> str:
-    document: dict[str, Any] = {"version": 1, "cells": [json.loads(json.dumps(vars(cell(found=90, peer=100))))]}
-    own = document["cells"][0]
-    if change == "version":
-        document["version"] = 2
-    elif change == "time":
-        own["times_ns"][FOUND][0] = 0
-    elif change == "plan":
-        own["differs"] = False
-    elif change == "rounds":
-        own["times_ns"][PEER].append(1)
-    elif change == "mode":
-        own["mode"] = "quick"
-    return json.dumps(document) if change != "text" else "[" * 100_000
-
-
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        ("version", "version: 1 was expected"),
-        ("time", "cells/0/times_ns/found/0: 0 is less than the minimum of 1"),
-        ("plan", "times_ns of data_parallel, found; expected data_parallel"),
-        ("rounds", "times_ns of different lengths"),
-        ("mode", "cells/0/mode: 'quick' is not one of"),
-        ("text", "are no JSON"),
-    ],
-)
-def test_files_of_another_kind_are_refused_in_one_line(
-    change: str, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "results.json"
-    file.write_text(spoiled(change))
-    for main, arguments in (
-        (default_page.main, [str(file), str(tmp_path / "page.md")]),
-        (coverage.main, [str(file), "--write", str(tmp_path / "page.md")]),
-        (default_command.main, ["--results", str(file), "--models", "t5"]),
-    ):
-        with pytest.raises(SystemExit) as stopped:
-            main(arguments)
-        assert stopped.value.code == 2
-        assert expected in capsys.readouterr().err.splitlines()[-1]
-    assert file.read_text() == spoiled(change)
-    assert sorted(tmp_path.iterdir()) == [file]
 
 
 def test_a_strategy_that_the_command_names_is_the_one_it_kept() -> None:
@@ -254,28 +169,6 @@ def test_a_step_s_own_error_is_that_of_the_other_models() -> None:
     assert judged(cells[:4]) == cells[:4]  # three others are too few
     with pytest.raises(SoapError, match="3 models were timed with measured costs; expected 4 or more"):
         step_error(cells[:3])
-
-
-def test_the_page_of_coverage_and_its_picture(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    results, tables, page = tmp_path / "results.json", tmp_path / "tables.md", tmp_path / "coverage.md"
-    default_cells.write(results, CELLS)
-    plans = [Plan("c", model, "found", 100 * MS, time * MS, (), ()) for model, time in (("a", 110), ("a", 100), ("b", 101), ("b", 140))]
-    tables.write_text("\n".join([f"| {' | '.join(ACCURACY_HEAD)} |", f"|{'---|' * len(ACCURACY_HEAD)}", *map(line_of, plans), ""]))
-    arguments = [str(results), "--accuracy", str(tables), "--write", str(page)]
-    assert coverage.main(arguments) == 0
-    rows = [line for line in page.read_text().splitlines() if line.startswith(("| docs", "| default", "| blind"))]
-    assert rows == [
-        "| docs/accuracy.md, normal interval, each model by the others | 4 | 75% | yes | 0 | 1 |",
-        "| default: times | 7 | 57% | no | 0 | 3 |",
-        "| default: gains | 3 | 0% | no | 3 | 0 |",
-        "| blind: times | 2 | 50% | no | 0 | 1 |",
-        "| blind: gains | 1 | 0% | no | 1 | 0 |",
-    ]
-    assert "These are not the ranges that reports show." in page.read_text()
-    drawn = (tmp_path / "coverage.svg").read_bytes()
-    assert coverage.main(arguments) == 0
-    assert (tmp_path / "coverage.svg").read_bytes() == drawn
 
 
 def test_models_of_the_default_command_are_of_the_stated_sizes() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 import soap
 from examples import demo, language_model
-from examples.summary import summary, verdict
+from examples.summary import verdict
 
 ROOT = Path(__file__).parent.parent
 SMALL = ["--processes", "2", "--budget", "20", "--steps", "4", "--vocabulary", "4000", "--width", "128"]
@@ -54,36 +54,6 @@ def measured(found_ns: int, usual_ns: int) -> dict[str, Any]:
     report["strategies"]["strategy"]["measured_ns"] = found_ns
     report["strategies"]["data_parallel"]["measured_ns"] = usual_ns
     return report
-
-
-def test_verdict_says_how_much_faster() -> None:
-    assert verdict(REPORT) == (
-        "The found strategy trains 1.80 times as fast as data parallelism (predicted: 2.00 times). "
-        "An iteration takes 1.25 times the prediction, with data parallelism 1.12 times."
-    )
-
-
-@pytest.mark.parametrize(("found_ns", "usual_ns", "gain"), [(100, 80, "0.80"), (100, 100, "1.00"), (100, 104, "1.04")])
-def test_verdict_says_so_if_it_is_not_faster(found_ns: int, usual_ns: int, gain: str) -> None:
-    text = verdict(measured(found_ns, usual_ns))
-    assert "NOT faster than data parallelism" in text
-    assert f"measured {gain} times as fast, predicted 2.00 times" in text
-
-
-def test_summary_holds_numbers_check_and_commands() -> None:
-    text = summary(REPORT, "a processor, 2 cores", ["soap-search model.pt2 --cluster local:2"])
-    assert text.startswith("# 2 processes on one machine (gloo)\n\na processor, 2 cores.\n\n" + verdict(REPORT))
-    assert "| strategy | 40.0 ms | 50.0 ms | 48.0 ms to 52.0 ms | 1.25 |" in text
-    assert "| data_parallel | 80.0 ms | 90.0 ms | 85.0 ms to 95.0 ms | 1.12 |" in text
-    assert "agree with those of one process: 46 tensors in 2 steps, largest relative difference 5.0e-07" in text
-    assert "Loss: 9.500 in step 1, 8.250 in step 4." in text
-    assert text.endswith("## Commands\n\n    soap-search model.pt2 --cluster local:2\n")
-
-
-def test_summary_does_not_hide_a_failed_check() -> None:
-    report = copy.deepcopy(REPORT)
-    report["check"] |= {"passed": False, "worst": {"step": 0, "kind": "loss", "name": "loss", "error": 0.5}}
-    assert "do NOT agree with those of one process" in summary(report, "", [])
 
 
 def test_text_to_train_on_is_the_same_on_all_ranks() -> None:

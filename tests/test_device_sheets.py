@@ -9,45 +9,6 @@ from soap.cluster.presets import device_types
 from soap.cluster.yaml_file import parse_cluster
 from tests.cluster_text import dump_cluster
 
-TFLOPS = {
-    "p100-pcie": {"float64": 4.7, "float32": 9.3, "float16": 18.7},
-    "v100-16gb": {"float64": 7.8, "float32": 15.7, "float16": 125},
-    "v100-32gb": {"float64": 7.8, "float32": 15.7, "float16": 125},
-    "t4": {"float64": 0.254, "float32": 8.1, "float16": 65},
-    "a100-40gb": {"float64": 9.7, "float32": 19.5, "tf32": 156, "bfloat16": 312, "float16": 312},
-    "h100": {"float64": 34, "float32": 67, "tf32": 494.5, "bfloat16": 989.5, "float16": 989.5, "float8_e4m3fn": 1979},
-    "h100-pcie": {"float64": 26, "float32": 51, "tf32": 378, "bfloat16": 756.5, "float16": 756.5, "float8_e4m3fn": 1513},
-    "b200": {"float64": 40, "float32": 80, "tf32": 1100, "bfloat16": 2250, "float16": 2250, "float8_e4m3fn": 4500},
-    "l4": {"float64": 0.473, "float32": 30.3, "tf32": 60, "bfloat16": 121, "float16": 121, "float8_e4m3fn": 242.5},
-    "l40s": {"float64": 1.43, "float32": 91.6, "tf32": 183, "bfloat16": 362, "float16": 362, "float8_e4m3fn": 733},
-    "rtx4090": {"float64": 1.29, "float32": 82.6, "tf32": 82.6, "bfloat16": 165.2, "float16": 165.2, "float8_e4m3fn": 330.3},
-    "titanv": {"float64": 6.9, "float32": 13.8, "float16": 110},
-    "titanrtx": {"float64": 0.51, "float32": 16.3, "float16": 130.5},
-    "rtx2060": {"float64": 0.202, "float32": 6.45, "float16": 25.8},
-    "p4000": {"float64": 0.166, "float32": 5.3},
-    "mi300x": {"float64": 81.7, "float32": 163.4, "tf32": 653.7, "bfloat16": 1307.4, "float16": 1307.4, "float8_e4m3fnuz": 2614.9},
-}
-
-
-@pytest.mark.parametrize("name", TFLOPS)
-def test_rates(name):
-    assert dict(device_types()[name].flops_per_second) == pytest.approx({dtype: 1e12 * rate for dtype, rate in TFLOPS[name].items()})
-
-
-@pytest.mark.parametrize(
-    ("name", "gigabytes", "gigabytes_per_second"),
-    [
-        ("p100-pcie", 16, 732), ("v100-16gb", 16, 900), ("v100-32gb", 32, 900), ("t4", 16, 320), ("a100-40gb", 40, 1555),
-        ("a100-80gb", 80, 2039), ("a100-pcie-40gb", 40, 1555), ("a100-pcie-80gb", 80, 1935), ("h100", 80, 3350), ("h100-pcie", 80, 2000),
-        ("h200", 141, 4800), ("b200", 180, 8000), ("l4", 24, 300), ("l40s", 48, 864), ("rtx4090", 24, 1008), ("titanv", 12, 652.8),
-        ("titanrtx", 24, 672), ("rtx2060", 6, 336), ("p4000", 8, 243), ("mi300x", 192, 5300),
-    ],
-)  # fmt: skip
-def test_memory(name, gigabytes, gigabytes_per_second):
-    kind = device_types()[name]
-    assert kind.memory_bytes == gigabytes * 10**9
-    assert kind.memory_bandwidth_bytes_per_second == pytest.approx(gigabytes_per_second * 1e9)
-
 
 def test_devices_of_one_chip_have_its_rates():
     types = device_types()

@@ -22,10 +22,6 @@ def name_of(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
-pages = pytest.mark.parametrize("page", PAGES, ids=name_of)
-by_hand = pytest.mark.parametrize("page", BY_HAND, ids=name_of)
-
-
 def text_lines(page: Path) -> Iterator[tuple[int, str]]:
     """Number and text of all lines but rows of tables, which cannot be broken."""
     for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
@@ -49,20 +45,19 @@ def commands(page: Path) -> Iterator[list[str]]:
             yield shlex.split(found.group(1), comments=True)
 
 
-@by_hand
-def test_lines_are_at_most_140_characters_wide(page: Path) -> None:
-    assert [number for number, line in text_lines(page) if len(line) > WIDEST] == []
+def test_lines_are_at_most_140_characters_wide() -> None:
+    assert [f"{name_of(page)}:{number}" for page in BY_HAND for number, line in text_lines(page) if len(line) > WIDEST] == []
 
 
-@pages
-def test_relative_links_lead_somewhere(page: Path) -> None:
-    for target in LINK.findall(page.read_text(encoding="utf-8")):
-        if "://" in target:
-            continue
-        name, _, anchor = target.partition("#")
-        there = (page.parent / name).resolve() if name else page
-        assert there.exists(), f"{page.name} links to {target}, which is not there"
-        assert not anchor or anchor in anchors(there), f"{page.name} links to {target}; {there.name} has no such heading"
+def test_relative_links_lead_somewhere() -> None:
+    for page in PAGES:
+        for target in LINK.findall(page.read_text(encoding="utf-8")):
+            if "://" in target:
+                continue
+            name, _, anchor = target.partition("#")
+            there = (page.parent / name).resolve() if name else page
+            assert there.exists(), f"{page.name} links to {target}, which is not there"
+            assert not anchor or anchor in anchors(there), f"{page.name} links to {target}; {there.name} has no such heading"
 
 
 def test_the_readme_fits_on_a_screen_and_a_half() -> None:
@@ -90,14 +85,15 @@ def test_changelog_entries_are_one_line_each() -> None:
     assert [line for line in lines if line.startswith(" ")] == []
 
 
-@pages
-def test_files_and_modules_that_pages_name_exist(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
+def test_files_and_modules_that_pages_name_exist() -> None:
     files = [path.relative_to(ROOT).as_posix() for path in ROOT.glob("[a-z]*/**/*.py")]  # not what is installed in .venv
-    named = set(re.findall(r"`((?:\w+/)*\w+\.py)[`:]", text)) - {"train.py", "search.py"}  # a user's own
-    assert [name for name in sorted(named) if not any(f"/{path}".endswith(f"/{name}") for path in files)] == []
+    ends = {"/".join(path.split("/")[-count:]) for path in files for count in range(1, path.count("/") + 2)}
     modules = {path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): ROOT / path for path in files}
-    for name in set(re.findall(r"`(?:python -m )?(soap(?:\.\w+){2,}|benchmarks\.\w+)", text)) - set(modules):
-        home, _, last = name.rpartition(".")
-        assert home in modules, f"{page.name} names {name}, which is no module"
-        assert re.search(rf"\b{last}\b", modules[home].read_text(encoding="utf-8")), f"{page.name} names {name}, which is not there"
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        named = set(re.findall(r"`((?:\w+/)*\w+\.py)[`:]", text)) - {"train.py", "search.py"}  # a user's own
+        assert named <= ends, f"{page.name} names {sorted(named - ends)}, which are not there"
+        for name in set(re.findall(r"`(?:python -m )?(soap(?:\.\w+){2,}|benchmarks\.\w+)", text)) - set(modules):
+            home, _, last = name.rpartition(".")
+            assert home in modules, f"{page.name} names {name}, which is no module"
+            assert re.search(rf"\b{last}\b", modules[home].read_text(encoding="utf-8")), f"{page.name} names {name}, which is not there"

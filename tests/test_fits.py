@@ -13,7 +13,7 @@ import soap
 from soap.api import fitting
 from soap.api.fitting import Fit, fits
 from soap.api.in_batches import smaller_zoo
-from soap.cli.fits import document
+from soap.cli.simulate_report import fit_document
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
 from soap.search.recomputing import recompute_to_fit
@@ -160,7 +160,7 @@ def test_as_little_as_fits_is_recomputed_and_how_near_that_is_to_the_best() -> N
     made = recompute_to_fit(graph, topology, named(way.base, graph, topology), simulator.costs, simulator.peak_share)
     assert way.budgeted == made and way.strategy == made.strategy and way.name == f"{way.base}, recomputed to fit"
     assert way.fits and 0 < made.runs <= made.of_runs
-    (told,) = [own for own in document(found, ARGUMENTS, graph, topology)["ways"] if own["budgeted"]]
+    (told,) = [own for own in fit_document(found, ARGUMENTS, graph, topology)["ways"] if own["budgeted"]]
     assert told["budgeted"]["gap"] is None or told["budgeted"]["gap"] == made.gap >= 0
     assert told["commands"] == [f"soap-search model.pt2 --cluster c --start {way.base} --recompute yes --budget 1 -o strategy.json"]
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 
-from benchmarks import half_memory, kept
+from benchmarks import half_memory
 from benchmarks.accuracy_report import FOUND
 from benchmarks.half_memory import Cell, Run
 from soap import api
 from soap.cluster.memory_budget import with_memory_budget
-from soap.errors import SoapError
 from soap.search.options import SearchOptions
 
 MS, MIB = 10**6, 2**20
@@ -24,16 +22,6 @@ RUNS = (
 CELL = Cell("emulated-gpt", 20 * MIB, 10 * MIB, RUNS, 0.02, "a box")
 
 
-def cells_of(line: str) -> list[str]:
-    return [cell.strip() for cell in line.strip("|").split("|")]
-
-
-def test_lines_say_errors_ranks_and_shares_of_the_limit() -> None:
-    lines = [cells_of(line) for line in half_memory.lines(CELL)]
-    assert lines[0] == ["emulated-gpt", FOUND, "95.0", "100.0", "-5.0%", "4.0%", "1", "9.00 MiB", "8.00 MiB", "80%"]
-    assert [line[6] for line in lines] == ["1", "3", "2"] and {len(line) for line in lines} == {len(half_memory.HEAD)}
-
-
 def test_a_conclusion_says_whether_the_found_plan_is_the_best_and_fits() -> None:
     said = half_memory.conclusion(CELL)
     assert "10.0 MiB of 20.0 MiB: the found plan is the measured best of 3 that fit: " in said
@@ -43,17 +31,6 @@ def test_a_conclusion_says_whether_the_found_plan_is_the_best_and_fits() -> None
     said = half_memory.conclusion(worse)
     assert "is not the measured best of 3 that fit: zero1 takes 0.769 times as long" in said
     assert "1 of 3 held more than the limit" in said and "40% of the cores (too much" in said
-
-
-def test_cells_are_kept_and_anything_else_is_one_line(tmp_path: Path) -> None:
-    path = tmp_path / "cells.json"
-    assert half_memory.read(None) == half_memory.read(path) == []
-    kept.write(path, [asdict(CELL)], half_memory.VERSION)
-    (found,) = half_memory.read(path)
-    assert half_memory.page([found]) == half_memory.page([CELL]) and found.found.name == FOUND
-    kept.write(path, [{**asdict(CELL), "plans": []}], half_memory.VERSION)
-    with pytest.raises(SoapError, match=r"cells/0/plans: \[\] .*; expected a file of benchmarks.half_memory"):
-        half_memory.read(path)
 
 
 @pytest.mark.long  # it searches

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import soap
 from soap import api
 from soap.api import kept_graphs, models
-from soap.cli import rows, simulate
+from soap.cli import inputs, simulate
 from soap.errors import ModelError, SoapWarning
 from soap.model.graph import OperatorGraph
 from soap.model.graph_json import graph_from, graph_values
@@ -257,7 +257,7 @@ def test_nothing_is_kept_of_a_reading_that_is_interrupted(cache: Path, monkeypat
 def test_a_terminal_is_told_what_is_read(terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
     args = simulate.make_parser().parse_args([SPEC, "--fits"])
-    assert rows.load_graph(args, None).name == f"{SPEC}@8"
+    assert inputs.load_graph(args, None).name == f"{SPEC}@8"
     assert capsys.readouterr() == ("", f"reading {SPEC}\n" if terminal else "")
 
 

@@ -104,14 +104,11 @@ def _is_type_checking(node: ast.stmt) -> bool:
 
 
 @cache
-def _tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
-
-
-@cache
-def _imports(path: Path) -> list[str]:
-    """All imports of a file, wherever they stand."""
-    return [name for node in statements(_tree(path)) for name in _names(node)]
+def _imports(path: Path) -> tuple[list[str], list[str]]:
+    """All imports of a file, wherever they stand; and those that run when the module is imported. Its tree is not kept: trees of all files
+    are so many objects that Python's collector of garbage takes its time over them in every later test."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return [name for node in statements(tree) for name in _names(node)], [*_imports_at_start(tree.body)]
 
 
 def _imports_at_start(body: list[ast.stmt]) -> Iterator[str]:
@@ -129,28 +126,27 @@ def test_modules_import_only_what_their_package_may() -> None:
     for module in MODULES:
         home = max((prefix for prefix in MAY_IMPORT if _below(module, prefix)), key=len)
         assert home != "soap" or module == "soap", f"{module} belongs to no layer: add it to docs/architecture.md and to this table"
-        ours = [name for name in _imports(MODULES[module]) if _below(name, "soap")]
+        ours = [name for name in _imports(MODULES[module])[0] if _below(name, "soap")]
         forbidden[module] = [name for name in ours if not any(_below(name, allowed) for allowed in MAY_IMPORT[home])]
     assert {module: names for module, names in forbidden.items() if names} == {}
 
 
 def test_planning_never_names_torch() -> None:
     planning = [module for module in MODULES if any(_below(module, prefix) for prefix in WITHOUT_TORCH)]
-    named = {module: [name for name in _imports(MODULES[module]) if _below(name, "torch")] for module in planning}
+    named = {module: [name for name in _imports(MODULES[module])[0] if _below(name, "torch")] for module in planning}
     assert planning and {module: names for module, names in named.items() if names} == {}
 
 
 def test_links_at_the_root_are_never_imported() -> None:
     links = ("simulator", "search", "profiles")
-    wrong = {m: [n for n in _imports(path) if any(_below(n, link) for link in links)] for m, path in MODULES.items()}
+    wrong = {m: [n for n in _imports(path)[0] if any(_below(n, link) for link in links)] for m, path in MODULES.items()}
     assert {m: names for m, names in wrong.items() if names} == {}
 
 
 def test_no_cycle_among_modules() -> None:
     graph = {}
     for module, path in MODULES.items():
-        imported = _imports_at_start(_tree(path).body)
-        graph[module] = {name for name in imported if name in MODULES and name != module}
+        graph[module] = {name for name in _imports(path)[1] if name in MODULES and name != module}
     assert len(list(TopologicalSorter(graph).static_order())) >= len(MODULES)  # raises CycleError, naming the cycle
 
 

@@ -80,17 +80,6 @@ def test_routes_of_the_published_clusters():
     assert all(names == {"node0/switch->network", "network->node1/switch"} for names in cards)
 
 
-def test_device_figures():
-    types = device_types()
-    assert types["p100"].flops("float32") == 10.6e12
-    assert types["p100"].flops("float64") == 5.3e12
-    assert types["p100"].flops("bfloat16") == 10.6e12  # no such unit: float32's rate
-    assert types["k80"].memory_bytes == 12 * 10**9
-    assert types["titanxp"].memory_bandwidth_bytes_per_second == 547.7e9
-    assert types["h200"].flops("bfloat16") == 989.5e12
-    assert types["h200"].memory_bandwidth_bytes_per_second == 4.8e12
-
-
 def leaves(node: Any, path: str) -> Iterator[tuple[str, Any]]:
     if isinstance(node, dict) and "value" not in node:
         for key, item in node.items():

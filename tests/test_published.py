@@ -14,7 +14,7 @@ import soap
 from benchmarks import published
 from benchmarks.published import Row, problems, published_seconds, read, rows_of, selected, strategy_of, table_wise, topology_of
 from benchmarks.published_models import graph_of
-from benchmarks.published_table import Outcome, Pair, order, page
+from benchmarks.published_table import page
 from soap.cluster.presets import device_types
 from soap.model.graph import OperatorGraph
 from soap.profiles.efficiency import ATTENTION
@@ -33,9 +33,6 @@ TINY = {
     "attention": "plain",
     "tied": True,
 }
-BERT = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-
-
 def made(**changed: Any) -> Row:
     """A row of the data file with other fields."""
     row = {**published.OPTIONAL, **next(row for row in read()["rows"] if row["id"] == "libai-megatron-gpt2-dp4"), **changed}
@@ -171,17 +168,6 @@ def test_steps_of_several_iterations_update_once(tiny: OperatorGraph, monkeypatc
     assert simulation.makespan_ns < simulation.step_ns(3) < 3 * simulation.makespan_ns
 
 
-@pytest.mark.long
-def test_models_are_exported_without_values(tiny: OperatorGraph) -> None:
-    plain, fused = tiny, graph_of({**TINY, "attention": "fused", "tied": False}, 4)
-    assert [op.kind for op in plain.operators].count("softmax") == 2
-    assert "softmax" not in [op.kind for op in fused.operators]
-    assert len(fused.parameters) == len(plain.parameters) + 1
-    bert = {"builder": "transformers", "class": "BertForQuestionAnswering", "inputs": "question_answering", "sequence": 8, "config": BERT}
-    pytest.importorskip("transformers")
-    assert graph_of({**bert, "attention": "eager"}, 4).operators
-
-
 def test_tensor_and_table_wise_strategies(tiny: OperatorGraph) -> None:
     data = with_tiny()
     row = made(model="tiny", strategy="tensor", tensor=2, devices=4, batch=8)
@@ -191,38 +177,6 @@ def test_tensor_and_table_wise_strategies(tiny: OperatorGraph) -> None:
     dlrm = graph_of({"builder": "dlrm", "rows": [50, 40, 30, 20], "bottom": [13, 8, 4], "top": [8, 1]}, 8)
     tables = {name: config.devices for name, config in table_wise(dlrm, topology).operators.items() if name.startswith("embeddings")}
     assert list(tables.values()) == [(0,), (1,), (2,), (3,)]
-
-
-def test_order_counts_pairs() -> None:
-    assert order([(1, 10), (2, 20), (3, 15)]) == (2, 3)
-    assert order([(1, 10), (1, 20)]) == (0, 0)
-    assert order([(1, 10), (2, 10)]) == (0, 1)
-
-
-def test_numbers_of_the_page() -> None:
-    data = read()
-    rows = [
-        made(id="a", family="x", batch=8, devices=1, strategy="single"),
-        made(id="b", family="x", batch=32, devices=4),
-        made(id="c", family="y", batch=8, devices=4),
-        made(id="d", family="y", needs=["FSDP", "pipeline"], strategy="fsdp"),
-    ]
-    seconds = {"a": 0.1, "b": 0.2, "c": 2.0, "d": 0.4}
-    outcomes = {name: Outcome(name, time, 2**30, 2**34, name != "b", 1) for name, time in (("a", 0.11), ("b", 0.18), ("c", 3.0))}
-    assert Pair(0.1, 0.11, 8).error == pytest.approx(0.1)
-    lines = page(rows, data, outcomes, seconds, "2026-01-02").splitlines()
-    assert "| a | 1 | single | float16 | 53.3 samples/s | 100.0 ms | 110.0 ms | +10% | 1.00 GiB, 16.0 GiB |" in lines
-    assert "| b | 4 | data | float16 | 53.3 samples/s | 200.0 ms | 180.0 ms | -10% | 1.00 GiB, 16.0 GiB: refused |" in lines
-    assert "| x | 2 | 10% | -10% | +10% | 1 of 1 (100%) | 1 of 1 (100%) |" in lines
-    assert "| y | 1 | 50% | +50% | +50% | - | - |" in lines
-    assert "| all | 3 | 10% | -10% | +50% | 1 of 1 (100%) | 1 of 1 (100%) |" in lines
-    assert "Of all pairs of rows, whatever they are, the order of their step times is right in 3 of 3 (100%)." in lines
-    assert not any(line.startswith("- **") for line in lines)
-    data["causes"] = {"x": "The wind.", "gone": "Nothing."}
-    assert "- **x**: The wind." in page(rows, data, outcomes, seconds, "2026-01-02").splitlines()
-    assert any(
-        line.startswith("| d | 4 | fsdp | float16 | 53.3 samples/s | 400.0 ms | FSDP, pipeline | [libai](https://") for line in lines
-    )
 
 
 def test_the_page_in_the_documentation_has_every_row() -> None:

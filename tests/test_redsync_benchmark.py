@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from pathlib import Path
-
 import pytest
 
-from benchmarks import redsync, redsync_cells, redsync_page
+from benchmarks import redsync, redsync_page
 from benchmarks.redsync import SAMPLES, cell, gradients_of, graph_of
-from benchmarks.redsync_cells import METHODS, NAIVE, Cell
+from benchmarks.redsync_cells import METHODS, Cell
 from benchmarks.redsync_equations import Gradient, dense_ns, sparse_ns, wire, worthwhile
-from soap.errors import SoapError
 from soap.strategy.compression import Rgc, RgcAsq
 from tests.simulator.test_redsync_equations import WIDE, equations_ns, network
 
@@ -28,50 +24,12 @@ def test_the_lstm_is_the_papers_and_its_output_layer_is_not_quantized() -> None:
     assert [own.how.selection for own in by_method["RGC"]] == ["sampled"] * 5  # type: ignore[attr-defined]
 
 
-def test_the_page_has_a_line_for_each_cell() -> None:
-    muradin, later = replace(OWN, cluster="muradin", devices=8), replace(OWN, devices=64, times_ns={**TIMES, "ASQ": 19_000_000})
-    text = redsync_page.page([OWN, later, muradin], {})
-    assert "| lstm_ptb | 4 | 40.0 ms | 20.0 ms | 2.00 | 1.60 | 0.50 | 1.25 |" in text
-    assert "| lstm_ptb | 4 | 25% | 1% | 3% | 6% |" in text
-    assert "| 64 | 20.0 ms | 19.0 ms | 1.053 |" in text and "ASQ is faster from 64 GPUs on" in text
-    assert text.count("| lstm_ptb | 8 |") == 1  # of Muradin there are no shares
-    assert "ASQ is not faster up to 4 GPUs" in redsync_page.page([OWN, muradin], {})
-    assert all(len(line) <= 140 for line in text.splitlines())
-
-
 @pytest.mark.slow
 def test_the_lstm_gains_its_selection_takes_time_and_a_naive_one_takes_more() -> None:
     found = cell("lstm_ptb", "piz-daint", 4)
     assert found.gain("RGC") > found.gain("ASQ") > 1 > found.gain("naive")
     assert found.gain("naive") < found.gain("naive, whole GPU")
     assert 0.1 < found.shares[0] < 0.5
-
-
-@pytest.mark.slow
-def test_on_one_gpu_compression_is_slower_than_dense() -> None:
-    found = cell("lstm_ptb", "piz-daint", 1)
-    assert all(found.gain(name) < 1 for name in (*METHODS, *NAIVE))
-    select, send, restore, _ = found.shares
-    assert select > 0 and send == 0 and restore > 0
-
-
-def test_cells_come_back_as_they_were_and_are_not_simulated_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file, simulated = tmp_path / "results.json", []
-
-    def made(net: str, cluster: str, devices: int) -> Cell:
-        simulated.append((net, cluster, devices))
-        return replace(OWN, net=net, cluster=cluster, devices=devices)
-
-    monkeypatch.setattr(redsync, "cell", made)
-    redsync_cells.write(file, [OWN])
-    cells = redsync_cells.read(file)
-    assert cells == [OWN]
-    redsync.run_all([OWN.key, ("alexnet", "muradin", 8)], cells, file)
-    assert simulated == [("alexnet", "muradin", 8)]
-    assert redsync_cells.read(file) == cells and len(cells) == 2
-    file.write_text(file.read_text().replace('"dense": 40000000', '"dense": 0', 1))
-    with pytest.raises(SoapError, match="cells/0/times_ns/dense: 0 is less than the minimum of 1; expected a file of"):
-        redsync_cells.read(file)
 
 
 @pytest.mark.parametrize("density", [2**-9, 2**-5])

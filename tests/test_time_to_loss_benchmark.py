@@ -60,26 +60,6 @@ def test_cells_are_kept_and_anything_else_is_one_line(tmp_path: Path) -> None:
         time_to_loss.read(path)
 
 
-def test_what_is_known_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, ran = tmp_path / "cells.json", []
-    monkeypatch.setattr(time_to_loss, "emulated_trainings", lambda name, args: ran.append(name) or Known({"dense": [[1.0] * 30]}))
-    monkeypatch.setattr(time_to_loss, "export_model", lambda name, folder: folder / "none.pt2")
-
-    def finished(name: str, rate: str, *_: object) -> Cell:
-        ran.append(rate)
-        return replace(CELL, task=name, rate=rate)
-
-    monkeypatch.setattr(time_to_loss, "finished", finished)
-    words = ["--results", str(path), "--write", str(tmp_path / "page.md"), "--tasks", "lstm", "--rates"]
-    assert time_to_loss.main([*words, "50Mbit/s"]) == 0 and time_to_loss.main([*words, "50Mbit/s", "1Gbit/s"]) == 0
-    assert time_to_loss.main([*words, "1Gbit/s"]) == 0
-    assert ran == ["lstm", "50Mbit/s", "lstm", "1Gbit/s"]
-    with pytest.raises(SystemExit):
-        time_to_loss.main(["--methods", "bf16"])
-    with pytest.raises(SystemExit):
-        time_to_loss.main(["--methods", "dense", "zip"])
-
-
 def digits() -> Data:
     """As many made-up digits as two batches."""
     generator = torch.Generator().manual_seed(0)

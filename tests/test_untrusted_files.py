@@ -15,11 +15,10 @@ import torch
 import soap
 from soap.data.preprocessed import Preprocessed
 from soap.files import ARCHIVE_SPARE_BYTES, check_archive
-from soap.mixed.run.saved import Checkpoint, server_values
+from soap.mixed.run.training import Checkpoint, server_values
 from soap.preprocessing import steps
 from soap.tracing import record
-from soap.weights.places import INDEX
-from soap.weights.safetensors_files import SafetensorsFiles
+from soap.weights.safetensors_files import INDEX, SafetensorsFiles
 from soap.yaml_text import parse_yaml
 
 PACKAGE = Path(__file__).parent.parent / "soap"
@@ -150,9 +149,9 @@ def test_a_deeply_nested_record_is_none() -> None:
 
 OWN = {
     "profiles/efficiency.py", "profiles/shipped.py", "profiles/spreads.py", "cluster/interconnects.py", "cluster/presets.py",
-    "profiles/store.py", "elastic/snapshots.py", "cli/partition_runs.py", "runtime/comm/failures.py",  # of this user's own runs
+    "profiles/store.py", "elastic/snapshots.py", "cli/trials.py", "runtime/comm/failures.py",  # of this user's own runs
     "elastic/session.py", "measure/neighbours.py", "measure/link_probe.py", "emulation/network.py",  # of processes that were started
-    "tracing/archive.py", "strategy/json_text.py", "api/kept_graphs.py",  # caught by their callers: load.read_pt2; here below
+    "tracing/load.py", "strategy/json_text.py", "api/kept_graphs.py",  # caught by their callers: load.read_pt2; here below
 }  # fmt: skip
 """Files that read JSON that was not given by a user."""
 READERS = ("json.loads", "json.load", "yaml.load", "parse_json")
@@ -186,5 +185,5 @@ def _caught(node: ast.Try | ast.With) -> list[str]:
 
 
 def test_whatever_reads_nested_texts_expects_too_deep_ones() -> None:
-    found = [place for place in _unguarded() if not place.startswith("tracing/archive.py")]  # whose caller does
+    found = [place for place in _unguarded() if not place.startswith("tracing/load.py")]  # whose caller does
     assert not found

@@ -58,7 +58,7 @@ def test_wheel_declares_commands_and_license(wheel: Path) -> None:
     (entry_points,) = (name for name in archive.namelist() if name.endswith("entry_points.txt"))
     text = archive.read(entry_points).decode()
     for command in ("search", "run", "simulate", "diff"):
-        assert f"soap-{command} = soap.cli.{command}:main" in text
+        assert f"soap-{command} = soap.cli.start:{command}" in text
     assert any(name.endswith("licenses/LICENSE") for name in archive.namelist())
 
 

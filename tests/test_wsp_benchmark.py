@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks import two_speeds, wsp, wsp_convergence
+from benchmarks import two_speeds, wsp
 from benchmarks.wsp_replay import WORKERS, Minibatch, Replay, Rule
 from soap import api
-from soap.cli.worker_run import rate_of
+from soap.cli.stale_run import rate_of
 from soap.cluster.emulated import device_cores
 from soap.emulation.hosts import host_limits
 from soap.measure.this_machine import cpu_cores
@@ -99,22 +98,3 @@ def test_rates_count_while_pipelines_are_full() -> None:
     assert rate_of(ended_s, 8, 1) == pytest.approx(8 * 5 / 3.4)
     assert rate_of(ended_s, 8, 4) == pytest.approx(8 * 5 / 3.4), "two ends alone while it is full"
     assert rate_of(ended_s[:1], 8, 1) is None and rate_of([2.0, 2.0], 8, 1) is None
-
-
-def test_pages_say_what_cells_have() -> None:
-    common = {"in_flight": None, "predicted_waiting_ns": None, "measured_waiting_ns": None, "others": 0.5, "machine": "box"}
-    cells = [
-        {"cell": "2x2/hetpipe:4", **common, "in_flight": 3, "predicted": 22.0, "measured": 20.0, "predicted_waiting_ns": [1e6, 2e6]},
-        {"cell": "2x2/data_parallel", **common, "predicted": 10.0, "measured": 10.0},
-        {"cell": "2x2/best synchronous", **common, "predicted": 20.0, "measured": 16.0},
-    ]
-    lines = wsp.page(cells, argparse.Namespace(model=wsp.MODEL, rate=wsp.RATE, minibatches=60)).splitlines()
-    assert lines[-1] == "| 2x2/hetpipe:4 | 3 | 20.0 | 22.0 | +10.0% |  | 1.0, 2.0 | 1.25 (1.10) | 2.00 (2.20) | 50% | box |"
-
-    def training(way: str, *losses: float, step_ms: float) -> dict[str, object]:
-        facts = {"task": "lstm", "way": way, "seed": 0, "in_flight": 1, "missing": 2.0, "apart": None, "others": None, "machine": "box"}
-        return {**facts, "times_ms": [step_ms * (n + 1) for n in range(len(losses))], "losses": losses}
-
-    sinking = [1.0] * 60 + [0.5] * 60
-    found = wsp_convergence.page([training("BSP", *sinking, step_ms=10), training("D = 4", *sinking, step_ms=5)]).splitlines()[-1]
-    assert found == "| lstm | D = 4 | 1 | 0.500 | 1.000 | 0.500 | 0.500 | 0.55 | 55 | 2.0 |  |"

@@ -19,7 +19,7 @@ def commands() -> dict[str, list[Parser]]:
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
     found = {}
     for command, entry in scripts.items():
-        module = importlib.import_module(entry.partition(":")[0])
+        module = importlib.import_module(f"soap.cli.{entry.partition(':')[2]}")
         found[command] = [module.make_parser(), *(make() for make, _ in getattr(module, "VERBS", {}).values())]
     return found
 

@@ -25,7 +25,18 @@ from soap.api.predictions import (
     simulator_for,
     with_links,
 )
-from soap.api.servers import MOST_SIMULATED, ServersOutcome, find_servers, simulate_servers, steady
+from soap.api.servers import (
+    ANY,
+    MOST_SIMULATED,
+    WORKER_POLICIES,
+    ServersOutcome,
+    WorkersOutcome,
+    find_servers,
+    find_workers,
+    simulate_servers,
+    simulate_workers,
+    steady,
+)
 from soap.api.strategies import (
     classical,
     load_strategy,
@@ -38,7 +49,6 @@ from soap.api.strategies import (
     with_recorded_rows,
 )
 from soap.api.what_if import Elsewhere, elsewhere, sensitivity
-from soap.api.workers import ANY, WORKER_POLICIES, WorkersOutcome, find_workers, simulate_workers
 
 __all__ = [
     "ANY",

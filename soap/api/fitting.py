@@ -141,7 +141,7 @@ def fits(
 def fastest_that_fits(simulator: Simulator) -> Way | None:
     """The fastest way to take all samples at once that ``fits`` finds if data parallelism does not fit; None if it finds none."""
     begin_s = time.process_time()
-    asked = _way(simulator, DATA_PARALLEL, named(DATA_PARALLEL, simulator.graph, simulator.topology))
+    asked = _way(simulator, DATA_PARALLEL, simulator.data_parallel)
     with collector.seldom():
         return next(iter(_Ways(simulator, asked, begin_s, SECONDS, None).found().ways), None)
 

@@ -10,7 +10,6 @@ from typing import NamedTuple
 import numpy as np
 
 from soap.api.deciding import DECIDING_SEED, draws_for, plan_errors, timed
-from soap.api.strategies import classical
 from soap.cluster.topology import DeviceType
 from soap.model.graph import OperatorGraph
 from soap.plan.tiling import Tile
@@ -122,7 +121,7 @@ def what_decides(
         noted.of_plan = set()
         DrawnTasks(outcome.tasks, Draws(noted, 1), outcome.between_hosts)  # asks for the errors of every task
         noted.keep(launched=any(task.launch_ns for task in tasks), overheads=any(task.cpu_overhead_ns for task in tasks))
-    usual = classical(BASELINE, simulator.graph, simulator.topology)
+    usual = simulator.data_parallel
     found = timed(simulator, plans, usual, draws, reference=plans[reference], compiled=compiled)
     same = draws_for(simulator, draws, seed=DECIDING_SEED)
     scores = {name: np.log(same.factors([Error(name, 1.0)])) for own in noted.members.values() for name in own}

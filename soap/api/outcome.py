@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from soap import outputs
 from soap.api.deciding import decision, decision_by_costs, decision_record, draws_for, timed
 from soap.api.predictions import costs_record, explain, explain_synchronization, explain_unkept, predicted_range
-from soap.api.strategies import classical, save_strategy
+from soap.api.strategies import save_strategy
 from soap.files import write_bytes_atomically
 from soap.measure.paired import Gain
 from soap.model import sparse_shares
@@ -104,15 +104,15 @@ class SearchOutcome:
     @cached_property
     def usual(self) -> Strategy | None:
         """Data parallelism, if it obeys the search's constraints and fits into memory."""
-        strategy = classical(BASELINE, self.simulator.graph, self.simulator.topology)
-        return next((start.strategy for start in self.result.starts if start.fits and start.strategy == strategy), None)
+        usual = self.simulator.data_parallel
+        return next((start.strategy for start in self.result.starts if start.fits and start.strategy == usual), None)
 
     @cached_property
     def decision(self) -> Decision:
         """The fastest and the safe plan by predictions, and which of them is kept."""
         if self.decided is not None:
             return self.decided
-        usual, possible = classical(BASELINE, self.simulator.graph, self.simulator.topology), self.usual is not None
+        usual, possible = self.simulator.data_parallel, self.usual is not None
         if self.brief:
             return decision_by_costs(self.result, usual, possible=possible, confidence=self.confidence)
         return decision(self.simulator, self.result, usual, possible=possible, confidence=self.confidence, draws=self.draws)
@@ -163,7 +163,7 @@ class SearchOutcome:
         """The same of data parallelism, even if it does not fit into memory or is not allowed."""
         if self.brief:
             return self.result.data_parallel_ns
-        return self.simulator.predict(classical(BASELINE, self.simulator.graph, self.simulator.topology)).makespan_ns
+        return self.simulator.predict(self.simulator.data_parallel).makespan_ns
 
     @cached_property
     def range(self) -> dict[str, Any]:

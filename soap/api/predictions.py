@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from soap.api.deciding import known_spreads_of, range_record, timed
 from soap.api.models import Cluster, Model, graph_of, topology_of
-from soap.api.strategies import classical, simulated_name
+from soap.api.strategies import simulated_name
 from soap.cluster.memory_budget import with_memory_budget
 from soap.cluster.topology import Topology
 from soap.errors import ProfileError, SoapWarning
@@ -89,7 +89,7 @@ class Prediction(Simulation):
 def predicted_range(simulator: Simulator, strategy: Strategy, tasks: int) -> dict[str, Any]:
     """How sure the prediction of a strategy's time is, and that it beats data parallelism: ``range_record``, which is ``range`` in the
     commands' JSON. ``tasks``: how many the strategy has."""
-    usual = classical(BASELINE, simulator.graph, simulator.topology)
+    usual = simulator.data_parallel
     compiled = plays_compiled(tasks, DECIDING_DRAWS)
     plan, reference = timed(simulator, {"plan": strategy, BASELINE: usual}, usual, compiled=compiled)
     return range_record(plan, reference, known_spreads_of(simulator).step_factor)
@@ -105,7 +105,7 @@ def explain(simulator: Simulator, strategy: Strategy, simulation: Simulation | N
 
     if not IncrementalSimulator.begins_at_once():
         announce_compiling()
-    baseline = classical(BASELINE, simulator.graph, simulator.topology)
+    baseline = simulator.data_parallel
     if strategy.stages or strategy.microbatches > 1:
         baseline = usual_in_stages(simulator.graph, replace(strategy, parameters={}), simulator.topology)
     runs = simulation or simulator.run(strategy), simulator.run(baseline)

@@ -8,11 +8,9 @@ from functools import cache
 
 from soap.api.models import topology_of
 from soap.api.predictions import plays_compiled, simulator_for
-from soap.api.strategies import classical
 from soap.errors import StrategyError, first_line
 from soap.profiles.scaled import ScaledCosts
 from soap.search.sensitivity import Figure, Sensitivity, known_figures, sensitivities, with_figure
-from soap.search.starts import BASELINE
 from soap.simulator.costs import CostSource
 from soap.simulator.folded import FoldedSimulation
 from soap.simulator.lowering import lower
@@ -77,7 +75,7 @@ def elsewhere(simulator: Simulator, plan: Strategy, clusters: Sequence[str], *, 
                 simulator.graph, topology, optimizer_states=simulator.optimizer_states, costs=costs, training=simulator.training
             )
             time_ns, overflow_bytes = there.cost(plan)
-            usual_ns = there.cost(classical(BASELINE, simulator.graph, topology))[0]
+            usual_ns = there.cost(there.data_parallel)[0]
         except StrategyError as error:
             found.append(Elsewhere(name, refused=first_line(error)))
         else:

@@ -13,13 +13,13 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
 from soap import collector, outputs
-from soap.errors import INTERRUPTED_EXIT_CODE, ScheduleError, SoapError, did_you_mean, options_of
+from soap.errors import ScheduleError, SoapError, did_you_mean, interrupted_code, options_of
 from soap.files import check_writable, reason
 from soap.logs import NATIVE_LOG_LEVEL
 from soap.time_limit import TimeIsUp, TimeLimit
@@ -36,7 +36,7 @@ EXIT_CODES = """exit codes:
   0 success            3 model             6 profile
   1 any other error    4 cluster           7 nothing fits into memory
   2 usage              5 strategy          8 run failed, or --check did not hold
-  130 interrupted (Ctrl-C); soap-search saves first, on SIGTERM too (143)
+  130 interrupted (Ctrl-C), 143 by SIGTERM; soap-search saves first
 """
 
 OPTIONS = {
@@ -51,6 +51,12 @@ class UsageError(SoapError):
     """Options that are valid by themselves but not together."""
 
     exit_code = USAGE_EXIT_CODE
+
+
+def refuse_given(args: argparse.Namespace, names: Iterable[str], said: str) -> None:
+    """UsageError for the first of these options, by their names in ``args``, that was given: it, and what is ``said`` of it."""
+    if (option := next((f"--{name.replace('_', '-')}" for name in names if getattr(args, name, None)), None)) is not None:
+        raise UsageError(f"{option} {said}")
 
 
 class Parser(argparse.ArgumentParser):
@@ -165,9 +171,9 @@ def _execute(parser: Parser, execute: Callable[[argparse.Namespace], int], args:
     except TimeIsUp:
         early = f"the {args.time_limit:g} s of --time-limit were over before there was anything to show; expected more, or a smaller model"
         return _fail(parser.prog, early, other)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         note(parser.prog, "interrupted")
-        return INTERRUPTED_EXIT_CODE
+        return interrupted_code(error)
     except BrokenPipeError:
         _drop_output()  # the reader of our output has what it wanted (``| head``)
         return other

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from soap.cli.plain_text import aligned, milliseconds
+from soap.cli.plain_text import aligned, and_more, milliseconds
 from soap.errors import SoapWarning
 from soap.plan.compression.training import PLAIN
 from soap.plan.delivery import box_bytes
@@ -21,6 +22,7 @@ from soap.units import format_bytes
 
 if TYPE_CHECKING:
     from soap.runtime.compression.peer import CompressedTraining
+
 
 MOST_ROWS = 16
 """Rows of the table; the strategy file has all."""
@@ -113,10 +115,42 @@ def text(found: Mapping[str, Any]) -> str:
         (name, one["method"], format_bytes(one["sent_bytes"]), format_bytes(one["dense_bytes"]), _saved(one["saved_ns"]))
         for name, one in entries[:MOST_ROWS]
     ]
-    more = [f"  and {len(entries) - MOST_ROWS} more; the strategy file has all"] if len(entries) > MOST_ROWS else []
+    more = and_more(len(entries), MOST_ROWS, "the strategy file has all")
     together = f"  all together save {_saved(found['all']['saved_ns'])} a step"
     return "\n".join([aligned(rows), *more, together])
 
 
 def _saved(saved_ns: int) -> str:
     return milliseconds(saved_ns) if saved_ns >= 0 else f"-{milliseconds(-saved_ns)}"
+
+
+def warm_up_document(simulator: Simulator, strategy: Strategy, warm_up: tuple[int, int], accumulate: int = 1) -> list[dict[str, Any]]:
+    """The phases of a warm-up in their order, as plain JSON values; none if there is no warm-up, or nothing is compressed. ``steps``: how
+    many. ``density``: the least that is sent; None: everything. ``predicted_ns``: of a step, simulated by the same plan with that density,
+    or with all-reduces where everything is sent. ``warm_up``: dense steps, and steps at each density; ``accumulate``: batches of a step."""
+    if not any(warm_up):
+        return []
+    from soap.runtime.compression.dgc import WarmUp
+
+    found, dense = [], {name: ALL_REDUCE for name, sync in strategy.parameters.items() if sync.compression is not None}
+    for steps, density in WarmUp(*warm_up).phases:
+        own = strategy.with_changes(parameters=dense if density is None else _at(strategy, density))
+        if own != strategy:
+            found.append({"steps": steps, "density": density, "predicted_ns": simulator.run(own).step_ns(accumulate)})
+    return found
+
+
+def _at(strategy: Strategy, density: float) -> dict[str, Any]:
+    """The synchronizations that compress, with at least this density."""
+    pairs = ((name, sync, sync.compression) for name, sync in strategy.parameters.items())
+    return {name: replace(sync, compression=how.at(max(how.share, density))) for name, sync, how in pairs if how is not None}
+
+
+def warm_up_text(phases: Sequence[Mapping[str, Any]], predicted_ns: int) -> str:
+    """In one line. ``predicted_ns``: of the steps behind it."""
+    said = [f"{own['steps']} steps {_sends(own['density'])} {milliseconds(own['predicted_ns'])} each" for own in phases]
+    return f"the first {', then '.join(said)}, and then {milliseconds(predicted_ns)}"
+
+
+def _sends(density: float | None) -> str:
+    return "that send everything take" if density is None else f"at a density of {density:.3g} take"

@@ -11,7 +11,7 @@ from soap import api
 from soap.cli import plan_summary, reporting
 from soap.cli.command import Parser, UsageError, entry_point
 from soap.cli.options import MODEL_HELP, add_cluster, add_costs, add_json, add_reading, reading
-from soap.cli.plain_text import aligned, devices, layers, listed, milliseconds, sync_document, sync_text
+from soap.cli.plain_text import aligned, and_more, attributes, devices, layers, listed, milliseconds, sync_document, sync_text
 from soap.plan.compression.training import PLAIN, for_scaling
 from soap.simulator.folded import FoldedSimulation
 from soap.simulator.simulate import Simulation
@@ -117,14 +117,8 @@ def document(
 def _strategy(path: str, contents: StrategyContents) -> dict[str, Any]:
     predicted = contents.record.get("predicted_ns")
     whole = isinstance(predicted, int) and not isinstance(predicted, bool)
-    header = contents.header
-    return {
-        "path": path,
-        "model": header.model,
-        "cluster": header.cluster,
-        "operators": len(contents.operators),
-        "predicted_ns": predicted if whole else None,
-    }
+    own = {**attributes(contents.header, "model", "cluster"), "operators": len(contents.operators)}
+    return {"path": path, **own, "predicted_ns": predicted if whole else None}
 
 
 def _entry(entry: OperatorEntry) -> dict[str, Any]:
@@ -185,7 +179,7 @@ def listings(comparison: Comparison, operators: int, first: str = "A", second: s
             rows.append((name, *(_configured(entry, other_operator) for entry in (group[0].first, group[0].second))))
         head = f"{len(comparison.differences)} of {operators} operators are configured differently:"
         rest = sum(len(group) for group in groups[MOST_ROWS:])
-        sections.append("\n".join([head, listed(rows), *([f"  and {rest} more; --json has all"] if rest else [])]))
+        sections.append("\n".join([head, listed(rows), *and_more(rest, 0)]))
     if comparison.parameters:
         pairs = [(name, sync_text(sync_document(a)), sync_text(sync_document(b))) for name, a, b in comparison.parameters]
         alike: dict[tuple[str, str, str], list[str]] = {}
@@ -194,8 +188,7 @@ def listings(comparison: Comparison, operators: int, first: str = "A", second: s
         rows = [("parameter", first, second)]
         rows += [(one_line(layers(names), 80), a, b) for (_, a, b), names in alike.items()]
         rest = sum(len(names) for names in list(alike.values())[MOST_ROWS:])
-        more = f"\n  and {rest} more; --json has all" if rest else ""
-        sections.append("synchronized differently:\n" + listed(rows[: MOST_ROWS + 1]) + more)
+        sections.append("\n".join(["synchronized differently:", listed(rows[: MOST_ROWS + 1]), *and_more(rest, 0)]))
     if comparison.options:
         rows = [("of the whole strategy", first, second)]
         say = {field.name: field.say for field in STRATEGY_FIELDS}

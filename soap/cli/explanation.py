@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
-from soap.cli import rows
-from soap.cli.plain_text import aligned, devices, layers, listed, milliseconds, split, sync_document, sync_text
+from soap.cli import inputs
+from soap.cli.plain_text import aligned, and_more, attributes, devices, layers, listed, milliseconds, split, sync_document, sync_text
 from soap.cluster.topology import Topology
 from soap.model import sparse_shares
 from soap.model.graph import Operand, Operator, OperatorGraph
@@ -115,8 +115,7 @@ def _otherwise(otherwise_ns: int, lacking_bytes: int, predicted_ns: int) -> str:
 
 def _table(title: str, rows: Sequence[Sequence[str]], count: int) -> str:
     """Rows below their header; empty if there are none. ``count``: of all, of which the first ``MOST_ROWS`` are shown."""
-    more = [f"  and {count - MOST_ROWS} more; --json has all"] if count > MOST_ROWS else []
-    return "\n".join([title, listed(rows), *more]) if count else ""
+    return "\n".join([title, listed(rows), *and_more(count, MOST_ROWS)]) if count else ""
 
 
 def _line(graph: OperatorGraph, line: Line, predicted_ns: int) -> dict[str, Any]:
@@ -153,7 +152,7 @@ def text(lines: Sequence[Mapping[str, Any]], predicted_ns: int, topology: Topolo
     ]
     why = [("operator", "configuration", "bound by")]
     why += [(layers(line["operators"]), _configured(line), _bound(line, topology)) for line in shown]
-    more = [f"  and {len(lines) - MOST_ROWS} more; --json has all"] if len(lines) > MOST_ROWS else []
+    more = and_more(len(lines), MOST_ROWS)
     told = ["every operator is configured as in data parallelism: there is nothing to set back"] if usual else []
     return "\n".join(["why each operator is configured as it is", LEGEND, *told, "", aligned(costs), "", listed(why), *more])
 
@@ -229,7 +228,7 @@ def _operator(graph: OperatorGraph, op: Operator) -> dict[str, Any]:
         "parameter_elements": sum(prod(graph.tensors[name].shape) for name in {o.tensor for o in op.parameters}),
         "flops": op.flops,
         "bytes": {"inputs": size(op.inputs), "parameters": size(op.parameters), "outputs": size(op.outputs), "saved": op.saved_bytes},
-        "unsplit": [{"tensor": u.tensor, "dim": u.dim, "size": u.size, "reason": u.reason} for u in graph.unsplit.get(op.name, ())],
+        "unsplit": [attributes(u, "tensor", "dim", "size", "reason") for u in graph.unsplit.get(op.name, ())],
         "calls": list(op.calls),
     }
 
@@ -244,7 +243,7 @@ def graph_text(report: Mapping[str, Any]) -> str:
         + (f"{whole} without a rule, kept whole" if whole else "every operator has a rule")
     )
     table = f"{head}\n{FACTORS_LEGEND}\n\n{listed(_rows(operators), indent='')}"
-    return f"{table}\n\n{rows.text(report['sparse'])}" if report["sparse"] else table
+    return f"{table}\n\n{inputs.rows_text(report['sparse'])}" if report["sparse"] else table
 
 
 def _rows(operators: Sequence[Mapping[str, Any]]) -> list[list[str]]:

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 from soap import api, outputs
 from soap.cli.command import Parser, UsageError, entry_point
-from soap.cli.named_calls import VALUES, imported, setting
 from soap.cli.options import module_name, positive
+from soap.cli.updating import VALUES, imported, setting
 from soap.errors import ModelError, did_you_mean, first_line
 from soap.units import format_bytes
 
@@ -369,7 +369,7 @@ def _made(args: argparse.Namespace) -> tuple[nn.Module, Sequence[Any], Mapping[s
     """What the function returns, with the inputs of ``--input`` where it returns a module alone. ModelError in one line."""
     from torch import nn
 
-    from soap.tracing.tracebacks import user_line
+    from soap.tracing.torch_parts import user_line
 
     function: Callable[[], Any] = imported(args.source, "SOURCE", f"returns {RETURNS}", ModelError)
     try:

@@ -9,12 +9,12 @@ from typing import Any
 
 from soap import api, outputs
 from soap.api.exported_plans import Candidate, ExportedPlan, export_plan
-from soap.cli import plan_summary, rows
+from soap.cli import inputs, plan_summary
 from soap.cli.command import Parser, entry_point
 from soap.cli.diff import listings
 from soap.cli.inputs import add_asked, check_inputs, read_file
 from soap.cli.options import add_json, cluster_of, reading
-from soap.cli.plain_text import aligned, milliseconds
+from soap.cli.plain_text import aligned, attributes, milliseconds
 from soap.exported_plans.contract import Target
 from soap.exported_plans.named import TARGETS
 from soap.files import write_text_atomically
@@ -43,7 +43,7 @@ def execute(args: argparse.Namespace) -> int:
     """Find the configuration, write it, report."""
     check_inputs(args)
     topology = cluster_of(args, args.cluster)
-    graph = rows.load_graph(args, topology)
+    graph = inputs.load_graph(args, topology)
     strategy, graph = read_file(args, graph, topology)
     if strategy is None:
         strategy = api.simulated_name(args.builtin, api.simulator_for(graph, topology, costs=args.costs))
@@ -63,18 +63,9 @@ def document(found: ExportedPlan, path: str) -> dict[str, Any]:
         "version": found.target.version,
         "path": path,
         "devices": own.world,
-        "data": own.data,
-        "tensor": own.tensor,
-        "context": own.context,
-        "experts": own.experts,
-        "stages": own.stages,
+        **attributes(own, "data", "tensor", "context", "experts", "stages"),
         "schedule": None if own.pipeline is None else own.pipeline.schedule,
-        "microbatches": own.microbatches,
-        "micro_batch": own.micro_batch,
-        "sharing": own.sharing,
-        "offload": own.offload,
-        "recompute": own.recompute,
-        "prefetch": own.prefetch,
+        **attributes(own, "microbatches", "micro_batch", "sharing", "offload", "recompute", "prefetch"),
         "planned_ns": found.planned.makespan_ns,
         "exported_ns": found.exported.makespan_ns,
         "fits": found.exported.fits,
@@ -86,9 +77,8 @@ def document(found: ExportedPlan, path: str) -> dict[str, Any]:
 
 
 def _compared(one: Candidate) -> dict[str, Any]:
-    own, there = one.configuration, one.predicted
-    told = {"sharing": own.sharing, "prefetch": own.prefetch}
-    return {**told, "ns": there.makespan_ns, "fits": there.fits, "peak_bytes": max(there.peak_bytes)}
+    own, there = attributes(one.configuration, "sharing", "prefetch"), one.predicted
+    return {**own, "ns": there.makespan_ns, "fits": there.fits, "peak_bytes": max(there.peak_bytes)}
 
 
 def text(found: ExportedPlan, name: str, path: str, operators: int) -> str:

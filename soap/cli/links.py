@@ -125,9 +125,8 @@ def _measure(args: argparse.Namespace, topology: Topology, place: LinkPlace, tod
     """Measure; the number of probes, or None on ranks that do not report. Under torchrun all take part, and rank 0 decides what is left."""
     if not todo and not under_launcher(os.environ):
         return 0
-    scale = emulation.asked_scale(args)
-    hosts = emulation.limits(topology, scale) if args.emulate else ()
-    return measure(topology, place, todo, store, hosts, scale, seconds_per_probe=args.seconds)
+    hosts = emulation.asked_hosts(args, topology)
+    return measure(topology, place, todo, store, hosts, emulation.asked_scale(args), seconds_per_probe=args.seconds)
 
 
 def measure(
@@ -165,9 +164,8 @@ def backend_of(asked: str, topology: Topology) -> str:
 def document(topology: Topology, place: LinkPlace, store: Store) -> dict[str, Any]:
     """What is known of a cluster's links, as plain JSON values. The keys are part of the command's interface."""
     timings = known_links(topology, place, store)
-    wanted, enough = probes_for(topology), is_enough(topology, timings)
-    measured, problem = topology, None
-    if timings and enough:
+    measured, problem, enough = topology, None, bool(timings) and is_enough(topology, timings)
+    if enough:
         try:
             measured = with_measured_links(topology, timings)
         except ProfileError as cause:
@@ -176,10 +174,10 @@ def document(topology: Topology, place: LinkPlace, store: Store) -> dict[str, An
         "cluster": {"name": topology.name, "hash": topology.hash},
         "place": place.text,
         "store": str(store.path),
-        "probes": len(wanted),
+        "probes": len(probes_for(topology)),
         "measured": len(timings),
         "scales": scales_of(timings),
-        "used": bool(timings) and enough and problem is None,
+        "used": enough and problem is None,
         "problem": problem,
         "fits": _fits(timings, Communication(measured)),
         "in_steps": [
@@ -210,7 +208,7 @@ def _fits(timings: Sequence[LinkTiming], communication: Communication) -> list[d
             "devices": list(devices),
             "sizes": len(own),
             "latency_ns": 1e9 * times[operation, devices].alpha_seconds,
-            "bytes_per_second": _rate(times[operation, devices].beta_seconds_per_byte),
+            "bytes_per_second": 1 / beta if (beta := times[operation, devices].beta_seconds_per_byte) > 0 else None,
             "deviation": times[operation, devices].deviation,
             "processor_ns": 1e9 * processor[operation, devices].alpha_seconds,
             "processor_ns_per_mib": 1e9 * MIB * processor[operation, devices].beta_seconds_per_byte,
@@ -220,10 +218,6 @@ def _fits(timings: Sequence[LinkTiming], communication: Communication) -> list[d
         }
         for (operation, devices), own in lines.items()
     ]
-
-
-def _rate(seconds_per_byte: float) -> float | None:
-    return 1 / seconds_per_byte if seconds_per_byte > 0 else None
 
 
 def text(found: Mapping[str, Any]) -> str:

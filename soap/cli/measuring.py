@@ -77,8 +77,7 @@ def measure(
     """
     keep_freed_memory()  # as ranks do
     place = place_of(topology, environment)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SoapWarning)  # the command has read the model before and shown its warnings
+    with warnings.catch_warnings(action="ignore", category=SoapWarning):  # the command has read the model before and shown its warnings
         model = api.load(spec, **reading)
     usual = CLASSICAL["data_parallel"](model.graph, topology)
     configs = [usual.operators[op.name] for op in model.graph.operators]

@@ -32,6 +32,23 @@ def _columns(rows: list[list[str]], indent: str, *, right: bool) -> str:
     return "\n".join(lines)
 
 
+def left_last(rows: Iterable[Sequence[str]]) -> str:
+    """``aligned``, but the last column, of words, is to the left."""
+    given = list(rows)
+    numbers = aligned(row[:-1] for row in given).splitlines()
+    return "\n".join(f"{line}  {row[-1]}".rstrip() for line, row in zip(numbers, given, strict=True))
+
+
+def and_more(count: int, most: int, told: str = "--json has all", what: str = "more") -> list[str]:
+    """The line below the first ``most`` of ``count`` rows; none if these are all."""
+    return [f"  and {count - most} {what}; {told}"] if count > most else []
+
+
+def attributes(found: object, *names: str) -> dict[str, Any]:
+    """These attributes by name, as plain JSON values."""
+    return {name: list(own) if isinstance(own := getattr(found, name), tuple) else own for name in names}
+
+
 def milliseconds(time_ns: int) -> str:
     """A time per iteration, always in milliseconds, so that columns can be compared at a glance."""
     value = time_ns / 1e6

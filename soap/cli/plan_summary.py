@@ -5,25 +5,197 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from math import prod
+from math import isinf, prod
 from typing import Any
 
 from soap.api import SearchOutcome, costs_record, memory_range, predicted_range
 from soap.api.baselines import baselines, usual_strategies
-from soap.cli import certainty, compressing, figures, recomputing, rows, warm_up
-from soap.cli.plain_text import aligned, devices, listed, milliseconds, speed_up, split, sync_document, sync_text
+from soap.cli import compressing, inputs
+from soap.cli.plain_text import and_more, attributes, devices, left_last, listed, milliseconds, speed_up, split, sync_document, sync_text
 from soap.cluster.topology import Topology
 from soap.model import sparse_shares
 from soap.model.batch import samples_of
 from soap.model.graph import OperatorGraph
 from soap.profiles import shares
+from soap.search.deciding import FASTEST, SAFE, Answer
+from soap.search.starts import BASELINE
+from soap.search.to_fit import Budgeted
 from soap.simulator.folded import FoldedSimulation
 from soap.simulator.simulate import Simulation, Simulator, is_large
+from soap.simulator.throughput import Throughput
 from soap.strategy.config import Strategy, SyncConfig
 from soap.strategy.fields import STRATEGY_FIELDS, texts, written
+from soap.strategy.kept import with_offload
+from soap.strategy.recomputation import LIGHT, with_marks
 from soap.units import format_bytes
 
-BASELINE = "data_parallel"
+
+def throughput_document(found: Throughput) -> dict[str, Any]:
+    """Plain JSON values. The keys are part of the commands' interface."""
+    return {
+        **attributes(found, "samples_per_second", "tokens_per_second", "mfu", "model_flops", "arithmetic", "peak_flops_per_second"),
+        "price_per_hour": None if found.price is None else found.price.per_hour,
+        "currency": None if found.price is None else found.price.currency or None,
+        **attributes(found, "cost_per_million_samples", "cost_per_million_tokens"),
+    }
+
+
+def throughput_text(figures: Mapping[str, Any]) -> str:
+    """The document in one line: ``1,234 samples/s (315,904 tokens/s), MFU 41%, 2.10 EUR per million samples``."""
+    samples, tokens = (figures[f"{what}_per_second"] for what in ("samples", "tokens"))
+    parts = [] if samples is None else [f"{rate(samples)} samples/s" + ("" if tokens is None else f" ({rate(tokens)} tokens/s)")]
+    parts.append(f"MFU {utilisation_text(figures['mfu'])}")
+    if figures["cost_per_million_samples"] is not None:
+        parts.append(f"{cost_text(figures['cost_per_million_samples'], figures['currency'])} per million samples")
+    if figures["cost_per_million_tokens"] is not None:
+        parts[-1] += f" ({cost_text(figures['cost_per_million_tokens'], None)} per million tokens)"
+    return ", ".join(parts)
+
+
+def rate(per_second: float) -> str:
+    """``315,904``, or three digits of a small one: ``0.0123``."""
+    return f"{per_second:,.0f}" if per_second >= 100 else f"{per_second:.3g}"
+
+
+def utilisation_text(utilisation: float) -> str:
+    """``41%``, ``3.2%``."""
+    percent = 100 * utilisation
+    return f"{percent:.0f}%" if percent >= 9.95 else f"{percent:.1f}%" if percent >= 0.05 else "under 0.1%"
+
+
+def cost_text(amount: float, currency: str | None) -> str:
+    """``2.10 EUR``, or three digits of a small amount: ``0.00123``."""
+    digits = f"{amount:,.2f}" if amount >= 1 or amount == 0 else f"{amount:.3g}"
+    return f"{digits} {currency}" if currency else digits
+
+
+def range_text(found: Mapping[str, Any]) -> str:
+    """``117.0 ms to 149.2 ms (80%); 1.1 to 1.3x data_parallel, …``, of a ``range_record``; also if steps take longer than tasks."""
+    least, _, most = found["speedup"]
+    longer = "" if found["step_factor"] == 1 else f", steps here take {found['step_factor']:.2f} times as long as their tasks"
+    time = f"{between(found)} ({found['shares'][-1] - found['shares'][0]:.0%}{longer})"
+    if least == most:  # the plan is data parallelism
+        return time
+    return f"{time}; {least:.2f} to {most:.2f}x {BASELINE}, which it beats in {_won(found['wins'], found['draws'])} draws of the costs"
+
+
+def between(found: Mapping[str, Any]) -> str:
+    """``117.0 ms to 149.2 ms``, of a ``range_record``."""
+    low, _, high = found["time_ns"]
+    return f"{milliseconds(low)} to {milliseconds(high)}"
+
+
+def decided_text(found: Mapping[str, Any], files: Mapping[str, str] | None = None, *, at_hand: bool) -> str:
+    """How sure the fastest and the safe plan of a ``decision_record`` are; empty if nothing was compared. ``files``: where they are."""
+    reference, fastest, safe = found["reference"], found["fastest"], found["safe"]
+    if reference is None:
+        return ""
+    if fastest == safe:
+        won = "" if fastest == reference else f": it {_beats(found, fastest)}"
+        return f"not run: {fastest} is the fastest plan on average and the safe one{won}"
+    head = ("not run", "predicted", f"80% of {found['draws']} draws", "their mean", f"beats {reference} in", "by", "file")
+    rows = [head, *(_row(found, answer, files) for answer in (FASTEST, SAFE))]
+    asked = f"--confidence {found['confidence']:g}" if found["answer"] == FASTEST else "--confidence 0"
+    remedy = "--profile and --verify decide" if at_hand else "measured costs (soap-profile, soap-profile links) tell more"
+    return (
+        f"{listed(rows)}\n  fastest: on average over the draws of the costs; safe: in {found['confidence']:.0%} of them faster than "
+        f"{reference}, or {reference} itself\n  the answer is the {found['answer']} plan; {asked} makes it the other one; {remedy}"
+    )
+
+
+def _row(found: Mapping[str, Any], answer: Answer, files: Mapping[str, str] | None) -> tuple[str, ...]:
+    own, name = found["plans"][found[answer]], found[answer]
+    low, high = map(milliseconds, own["time_ns"])
+    gain = f"{own['gain'][0]:.2f} to {own['gain'][1]:.2f}x"
+    won = ("-", "") if name == found["reference"] else (_won(own["wins"], found["draws"]), gain)
+    times = milliseconds(own["predicted_ns"]), f"{low} to {high}", milliseconds(own["mean_ns"])
+    return f"{answer}: {name}", *times, *won, "" if files is None else files[answer]
+
+
+def _beats(found: Mapping[str, Any], name: str) -> str:
+    own = found["plans"][name]
+    least, most = own["gain"]
+    return f"beats {found['reference']} in {_won(own['wins'], found['draws'])} draws of the costs ({least:.2f} to {most:.2f}x)"
+
+
+def _won(wins: float, draws: int) -> str:
+    return f"{wins * draws:.0f} of {draws}"
+
+
+MOST_NAMED = 4
+"""So many operators are named; the document has all."""
+
+
+RECOMPUTED, OFFLOADED = "recomputed", "offloaded"
+"""Keys of a report: operators that run again, and those whose hosts keep what they keep."""
+_MARKS = {RECOMPUTED: ("recompute", with_marks), OFFLOADED: ("offload", with_offload)}
+_DO = {RECOMPUTED: "are recomputed", OFFLOADED: "offload what they keep"}
+
+
+def kept_documents(simulator: Simulator, strategy: Strategy, simulation: Simulation | FoldedSimulation) -> dict[str, Any]:
+    """Plain JSON values by key, of what there is of both."""
+    found = {key: _kept_document(simulator, strategy, simulation, key) for key in _MARKS}
+    return {key: own for key, own in found.items() if own is not None}
+
+
+def _kept_document(simulator: Simulator, strategy: Strategy, simulation: Simulation | FoldedSimulation, key: str) -> dict[str, Any] | None:
+    """None if no operator does. ``light``: of recomputed ones, those that are but for their products. ``kept_``: of the same strategy if it
+    kept all. ``peak_bytes``: of the device that holds most."""
+    field, marked = _MARKS[key]
+    names = [name for name, config in strategy.operators.items() if getattr(config, field)]
+    if not names:
+        return None
+    kept = simulator.predict(marked(strategy, names, False))
+    return {
+        "operators": names,
+        **({"light": [name for name in names if strategy.operators[name].recompute == LIGHT]} if key == RECOMPUTED else {}),
+        "of_operators": len(strategy.operators),
+        "peak_bytes": max(simulation.peak_bytes),
+        "kept_peak_bytes": max(kept.peak_bytes),
+        "kept_predicted_ns": kept.makespan_ns,
+        "kept_overflow_bytes": kept.overflow_bytes,
+    }
+
+
+def kept_texts(report: Mapping[str, Any]) -> list[str]:
+    """What ``kept_documents`` has put into a report, in two lines each."""
+    return [_kept_text(report[key], report["predicted_ns"], _DO[key]) for key in _MARKS if key in report]
+
+
+def _kept_text(found: Mapping[str, Any], predicted_ns: int, do: str) -> str:
+    names: Sequence[str] = found["operators"]
+    shown = ", ".join(names[:MOST_NAMED]) + (f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else "")
+    lacks = found["kept_overflow_bytes"]
+    light = f" ({len(found['light'])} but for their products)" if found.get("light") else ""
+    lowers = "lowers" if found["peak_bytes"] <= found["kept_peak_bytes"] else "raises"
+    saved = f"{lowers} the peak from {format_bytes(found['kept_peak_bytes'])} to {format_bytes(found['peak_bytes'])}"
+    fits = f" (all kept, {format_bytes(lacks)} would be missing)" if lacks else ""
+    added = predicted_ns - found["kept_predicted_ns"]
+    return (
+        f"{len(names)} of {found['of_operators']} operators {do}{light}: {shown}\n"
+        f"  that takes {milliseconds(added)} more, and {saved}{fits}"
+    )
+
+
+def budgeted(name: str, start: Budgeted) -> dict[str, Any]:
+    """Plain JSON values of a start that recomputes as little as fits. ``gap``: by what share ``added_ns`` may exceed the least time of any
+    choice of runs, if each saves and costs the same whatever others do (``Budgeted``); None if nothing is known of that."""
+    own = attributes(start, "runs", "selective", "of_runs", "added_ns", "least_ns")
+    return {"start": name, **own, "gap": None if isinf(start.gap) else start.gap}
+
+
+def budgeted_text(found: Mapping[str, Any]) -> str:
+    """That in one line."""
+    if found["gap"] is None:
+        near = "one step is enough, so nothing less is"
+    elif found["gap"] == 0:
+        near = "no choice of runs takes less"
+    else:
+        near = f"at most {found['gap']:.1%} more than any choice of runs"
+    products = f" ({found['selective']} but for their products)" if found["selective"] else ""
+    return f"start {found['start']!r}: {found['runs']} of {found['of_runs']} runs{products}, {milliseconds(found['added_ns'])}; {near}"
+
+
 SINGLE = "single_device"
 FOUND = "found"
 """The name of the found strategy in reports."""
@@ -52,7 +224,7 @@ def document(simulator: Simulator, strategy: Strategy, simulation: Simulation | 
         "fits": simulation.fits,
         "speedup": others[BASELINE]["predicted_ns"] / max(1, simulation.makespan_ns),
         "baselines": others,
-        "throughput": figures.document(simulation.throughput),
+        "throughput": throughput_document(simulation.throughput),
         "memory_bytes": [{**asdict(use), "total": use.total} for use in simulation.memory],
         "expected_memory_bytes": list(simulation.peak_bytes),
         "peak_memory_bytes": list(simulation.peak_by_kind),
@@ -69,7 +241,7 @@ def document(simulator: Simulator, strategy: Strategy, simulation: Simulation | 
         "synchronized": {name: sync_document(sync) for name, sync in strategy.parameters.items() if sync != SyncConfig()},
         **({"whole_strategy": whole} if (whole := written(strategy, STRATEGY_FIELDS, ("operators", "parameters"))) else {}),
         **({"compressed": compressed} if (compressed := compressing.document(simulator, strategy, simulation)) else {}),
-        **recomputing.documents(simulator, strategy, simulation),
+        **kept_documents(simulator, strategy, simulation),
     }
 
 
@@ -89,12 +261,12 @@ def text(report: Mapping[str, Any], name: str, why: str = "") -> str:
         _resources(report),
         *([alike] if alike else []),
         *([] if alike and report["same_as"] == SINGLE else [_unlike(report["unlike_data_parallel"], model["operators"])]),
-        *([rows.text(report["sparse"])] if report["sparse"] else []),
+        *([inputs.rows_text(report["sparse"])] if report["sparse"] else []),
         *([_synchronized(report["synchronized"])] if report["synchronized"] else []),
         *([f"the whole strategy: {'; '.join(texts(whole, STRATEGY_FIELDS))}"] if (whole := report.get("whole_strategy")) else []),
         *([compressing.text(report["compressed"])] if "compressed" in report else []),
-        *([f"warm-up: {warm_up.text(report['warm_up'], report['predicted_ns'])}"] if report.get("warm_up") else []),
-        *recomputing.texts(report),
+        *([f"warm-up: {compressing.warm_up_text(report['warm_up'], report['predicted_ns'])}"] if report.get("warm_up") else []),
+        *kept_texts(report),
     ]
     return "\n\n".join(sections)
 
@@ -117,6 +289,12 @@ def optimality(outcome: SearchOutcome) -> str:
         away = f"this plan is within {found_ns / bound.bound_ns - 1:.0%} of it"
         lines.append(f"at best {milliseconds(bound.bound_ns)}, without any communication ({what}): {away}")
     return "\n".join(lines)
+
+
+def recorded(simulation: Simulation | FoldedSimulation) -> dict[str, Any]:
+    """What a strategy file records of a prediction."""
+    memory = [use.total for use in simulation.memory]
+    return {"predicted_ns": simulation.makespan_ns, "memory_bytes": memory, "bytes_moved": simulation.bytes_moved}
 
 
 def shared_cores(topology: Topology) -> int | None:
@@ -197,10 +375,8 @@ def _times(report: Mapping[str, Any], name: str) -> str:
         lacking = cost["overflow_bytes"]
         lacks = f" (does not fit: {format_bytes(lacking)} missing)" if lacking else ""
         rows.append((baseline, milliseconds(cost["predicted_ns"]), speed_up(cost["predicted_ns"], predicted_ns) + lacks))
-    numbers = aligned(row[:2] for row in rows).splitlines()
-    lines = [f"{line}  {row[2]}".rstrip() for line, row in zip(numbers, rows, strict=True)]
     asked = f"  not simulated, as each takes seconds or more: {', '.join(left_out)} (soap-simulate --builtin NAME; what fits: --fits)"
-    return "\n".join([*lines, *([asked] if left_out else []), f"  {name}: {certainty.text(report['range'])}"])
+    return "\n".join([left_last(rows), *([asked] if left_out else []), f"  {name}: {range_text(report['range'])}"])
 
 
 def _resources(report: Mapping[str, Any]) -> str:
@@ -217,7 +393,7 @@ def _resources(report: Mapping[str, Any]) -> str:
         *([("memory of hosts", _host_text(report["host_memory"]))] if "host_memory" in report else []),
         ("moved per iteration", f"{format_bytes(report['bytes_moved'])} ({BASELINE}: {format_bytes(report['data_parallel_bytes_moved'])})"),
         ("devices busy", f"{mean:.0%} of the time on average"),
-        ("throughput", figures.text(report["throughput"])),
+        ("throughput", throughput_text(report["throughput"])),
     ]
     return listed(rows)
 
@@ -263,6 +439,6 @@ def _unlike(differences: Sequence[Mapping[str, Any]], operators: int) -> str:
         (names[0] + (f" and {len(names) - 1} more {kind}" if len(names) > 1 else ""), now, f"instead of {usual}")
         for (kind, now, usual), names in list(alike.items())[:MOST_OPERATORS]
     ]
-    more = len(differences) - sum(len(names) for names in list(alike.values())[:MOST_OPERATORS])
+    shown = sum(len(names) for names in list(alike.values())[:MOST_OPERATORS])
     head = f"{len(differences)} of {operators} operators are configured unlike data parallelism:"
-    return "\n".join([head, listed(rows), *([f"  and {more} more; the strategy file has all"] if more else [])])
+    return "\n".join([head, listed(rows), *and_more(len(differences), shown, "the strategy file has all")])

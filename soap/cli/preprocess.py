@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -148,7 +148,7 @@ def execute(args: argparse.Namespace) -> int:
         return 0
     steps = Steps()
     try:
-        with _bars(args.quiet, steps) as bars:
+        with closing(Bars(args.quiet, steps)) as bars:
             summary = local.preprocess(
                 spec, args.inputs, out, on_error=args.on_error, modes=args.mode, chunk_bytes=args.chunk_bytes, workers=args.workers,
                 parquet=not args.no_parquet, compress=args.compress, ray=args.ray, begun=bars.begin, seen=bars.seen,
@@ -169,18 +169,8 @@ def _generate(args: argparse.Namespace) -> int:
         raise UsageError(f"--generate takes no SPEC and no INPUT, but there is {args.spec!r}")
     rows, files = args.rows or DEFAULT_ROWS, args.files or 1
     with tqdm(total=rows, desc="generating", unit="row", unit_scale=True, disable=True if args.quiet else None, leave=False) as bar:
-
-        def advance(count: int) -> None:
-            bar.update(count)
-
-        generate.generate(
-            Path(args.output),
-            rows,
-            files=files,
-            seed=args.seed or 0,
-            categories=args.categories,
-            wrote=advance,
-        )
+        wrote: Callable[[int], Any] = bar.update
+        generate.generate(Path(args.output), rows, files=files, seed=args.seed or 0, categories=args.categories, wrote=wrote)
     found = {"output": args.output, "rows": rows, "files": files}
     print(_json(found) if args.json else f"wrote {rows} rows to {args.output} ({files} file{'s' if files > 1 else ''})")
     return 0
@@ -218,15 +208,6 @@ class Bars:
         """The last step has ended."""
         if self._bar is not None:
             self._bar.close()
-
-
-@contextmanager
-def _bars(hidden: bool, steps: Steps) -> Iterator[Bars]:
-    bars = Bars(hidden, steps)
-    try:
-        yield bars
-    finally:
-        bars.close()
 
 
 def _json(found: Mapping[str, Any]) -> str:

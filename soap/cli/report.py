@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from soap import api, outputs
-from soap.cli import reporting, rows, timelines
+from soap.cli import inputs, reporting, timelines
 from soap.cli.command import Parser, UsageError, entry_point
 from soap.cli.inputs import add_asked, check_inputs, read_file
 from soap.cli.options import cluster_of
@@ -44,7 +44,7 @@ def execute(args: argparse.Namespace) -> int:
     check_inputs(args)
     measured = timelines.read(args.measured, "measured") if args.measured else None
     topology = cluster_of(args, args.cluster)
-    graph = rows.load_graph(args, topology)
+    graph = inputs.load_graph(args, topology)
     strategy, graph = read_file(args, graph, topology)
     simulator = api.simulator_for(graph, topology, costs=args.costs, training=for_scaling(PLAIN, args.autocast))
     strategy = api.simulated_name(args.builtin, simulator) if strategy is None else strategy

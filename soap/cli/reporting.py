@@ -15,7 +15,7 @@ from soap.api.baselines import MOST_TILES, usual_strategies
 from soap.api.deciding import unlike
 from soap.api.predictions import quick_evaluator
 from soap.cli.command import Parser
-from soap.cli.preprocessed import simulator_of
+from soap.cli.inputs import simulator_of
 from soap.cluster.presets import presets_like
 from soap.cluster.topology import Topology
 from soap.search.metropolis import Evaluator

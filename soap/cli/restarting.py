@@ -21,7 +21,7 @@ from soap.cli import checkpoints, emulation, spare_plans
 from soap.cli.command import Parser, UsageError
 from soap.cli.options import positive
 from soap.errors import RuntimeFailure, StrategyError
-from soap.runtime.checkpoint.folder import complete
+from soap.runtime.checkpoint.manifest import complete
 from soap.runtime.comm.launched import under_launcher
 
 if TYPE_CHECKING:

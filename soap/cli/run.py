@@ -13,10 +13,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from soap import api
-from soap.cli import compressing, emulation, evaluating, figures, reporting, restarting, stale_run, step_log, warm_up, weights
-from soap.cli.checkpoints import add_checkpoints, check_optimizer, chosen, going_on
+from soap.cli import checkpoints, compressing, emulation, reporting, restarting, stale_run
 from soap.cli.command import Parser, UsageError, entry_point, note
-from soap.cli.inputs import check_inputs
+from soap.cli.inputs import add_data, as_read, check_inputs, folder_of, simulated, sized
 from soap.cli.options import (
     add_backend,
     add_cluster,
@@ -30,8 +29,7 @@ from soap.cli.options import (
     reading,
 )
 from soap.cli.plain_text import aligned, listed, milliseconds, speed_up
-from soap.cli.plan_summary import crowded, resting, shared_cores
-from soap.cli.preprocessed import add_data, as_read, folder_of, simulated, sized
+from soap.cli.plan_summary import crowded, resting, shared_cores, throughput_document, throughput_text
 from soap.cli.timelines import measured_text, not_as_priced
 from soap.cli.updating import Updating, add_updating, require_trainable
 from soap.cluster.kinds import run_kind
@@ -80,11 +78,11 @@ def make_parser() -> Parser:
     parser.add_argument("--memory", action="store_true", help="measure each rank's peak memory, in three more steps")
     parser.add_argument("--seed", metavar="S", type=not_negative, help="of data and dropout (default: the checkpoint's, or 0)")
     emulation.add_emulation(parser)
-    add_checkpoints(parser)
-    evaluating.add_evaluation(parser)
+    checkpoints.add_checkpoints(parser)
+    checkpoints.add_evaluation(parser)
     restarting.add_restarts(parser)
     stale_run.add_stale_run(parser)
-    step_log.add_log(parser)
+    checkpoints.add_log(parser)
     reporting.add_report(parser, "the plan beside what was measured, task by task")
     add_outputs(parser, timeline="write an iteration for Perfetto and soap-compare, predicted and measured side by side")
     return parser
@@ -103,7 +101,7 @@ def add_training(parser: Parser) -> None:
     parser.add_argument("--compile", action="store_true", help="by torch.compile, which takes its time in the first step")
     add_compressed_training(parser)
     add_data(parser)
-    weights.add_weights(parser)
+    checkpoints.add_weights(parser)
 
 
 def execute(args: argparse.Namespace) -> int:
@@ -116,15 +114,15 @@ def execute(args: argparse.Namespace) -> int:
     check_inputs(args)
     if stale_run.is_asked(args):
         return stale_run.execute(args, api.load_cluster(args.cluster or _recorded_cluster(args.strategy)), PROG)
-    check_optimizer(args)
+    checkpoints.check_optimizer(args)
     emulation.check_possible(args)
     restarting.check_possible(args)
     try:
         (job, predicted, costs), outcome, restarts = restarting.train(args, prepare, start, partial(note, PROG))
     except StoppedBySignal as error:
-        raise StoppedBySignal(f"{error}{going_on(args)}", error.number) from None
+        raise StoppedBySignal(f"{error}{checkpoints.going_on(args)}", error.number) from None
     except KeyboardInterrupt:
-        note(PROG, f"interrupted{going_on(args)}")
+        note(PROG, f"interrupted{checkpoints.going_on(args)}")
         return INTERRUPTED_EXIT_CODE
     if outcome is None:  # under torchrun, on a rank that does not report
         return 0
@@ -152,9 +150,9 @@ def prepare(args: argparse.Namespace, topology: Topology | None = None) -> tuple
     topology = topology or api.load_cluster(args.cluster or _recorded_cluster(args.strategy))
     args.model = sized(args.model, folder_of(args.data))
     read = reading(args, topology)
-    graph, record, names = weights.read(args.model, args.weights, read, resumed=args.resume is not None)
+    graph, record, names = checkpoints.read_weighed(args.model, args.weights, read, resumed=args.resume is not None)
     strategies = {STRATEGY: api.load_strategy(args.strategy, graph, topology), BASELINE: api.classical(BASELINE, graph, topology)}
-    checkpoints = chosen(args)
+    kept = checkpoints.chosen(args)
     if args.dtype:  # the strategy was made for the model's own type; the model in the other type is what runs and is predicted
         graph = api.planned_graph(args.model, dtype=args.dtype, **read)
     graph = api.with_recorded_rows(graph, args.strategy)
@@ -185,7 +183,7 @@ def prepare(args: argparse.Namespace, topology: Topology | None = None) -> tuple
         topology=topology,
         strategies={name: (strategies[name], orders[name]) for name in trained},
         steps=args.steps,
-        seed=checkpoints.seed if args.seed is None else args.seed,
+        seed=kept.seed if args.seed is None else args.seed,
         dtype=args.dtype,
         optimizer=updating,
         accumulate=args.accumulate,
@@ -201,13 +199,13 @@ def prepare(args: argparse.Namespace, topology: Topology | None = None) -> tuple
         checked=args.check,
         traced=bool(args.timeline or args.report),
         weighed=args.memory,
-        checkpoints=replace(checkpoints, names=names),
+        checkpoints=replace(kept, names=names),
         emulated=args.emulate,
         record=record,
-        evaluated=evaluating.chosen(args),
+        evaluated=checkpoints.chosen_evaluation(args),
         log=getattr(args, "log", None),
     )
-    phases = warm_up.document(simulator, strategies[STRATEGY], args.warm_up, args.accumulate)
+    phases = compressing.warm_up_document(simulator, strategies[STRATEGY], args.warm_up, args.accumulate)
     return job, predicted, {**api.costs_record(simulator, predicted[STRATEGY].tasks), **({"warm_up": phases} if phases else {})}
 
 
@@ -273,7 +271,7 @@ def document(
             "steps_ns": list(measured.times_ns) if measured else None,
             "losses": list(measured.losses) if measured else None,
             "input_bytes": list(measured.input_bytes) if measured else None,
-            "throughput": {"predicted": figures.document(foreseen), "measured": figures.document(seen) if seen else None},
+            "throughput": {"predicted": throughput_document(foreseen), "measured": throughput_document(seen) if seen else None},
             "links": emulation.crossed(hosts, simulation, job.accumulate, measured) if hosts and measured else None,
         }
     return {
@@ -287,7 +285,7 @@ def document(
         "resumed_at": job.checkpoints.resumed_at,
         "checkpoint": outcome.saved,
         "weights": job.checkpoints.weights,
-        "evaluation": evaluating.document(job, outcome),
+        "evaluation": checkpoints.evaluation_document(job, outcome),
         "loss_scaling": outcome.loss_scaling,
         "strategies": strategies,
         "is_data_parallel": _is_data_parallel(job, predicted[STRATEGY]),
@@ -340,9 +338,9 @@ def text(report: Mapping[str, Any]) -> str:
         facts.insert(1, ("links", report["costs"]["links"]))
     facts.append(("throughput", _throughput(own["throughput"], report["emulation"])))
     if report["warm_up"]:
-        facts.append(("predicted warm-up", warm_up.text(report["warm_up"], own["predicted_ns"])))
+        facts.append(("predicted warm-up", compressing.warm_up_text(report["warm_up"], own["predicted_ns"])))
     facts += [(what, report[what]) for what in ("checkpoint", "weights") if report[what]]
-    facts += [*loss_scaling_facts(report), *evaluating.facts(report), *restarting.facts(report)]
+    facts += [*loss_scaling_facts(report), *checkpoints.evaluation_facts(report), *restarting.facts(report)]
     if report["check"]:
         facts.append(("check", _checked(report["check"], lossy=report["compressed"] > 0)))
     head = f"{report['model']} on {report['cluster']}: {report['processes']} processes, {report['backend']}, {report['steps']} steps"
@@ -358,7 +356,7 @@ def text(report: Mapping[str, Any]) -> str:
 def _throughput(own: Mapping[str, Any], emulated: Mapping[str, Any] | None) -> str:
     notes = [] if own["measured"] else ["predicted"]
     notes += ["of the cluster at its full scale"] if emulated and emulated["scale"] != 1 else []
-    return figures.text(own["measured"] or own["predicted"]) + (f" ({', '.join(notes)})" if notes else "")
+    return throughput_text(own["measured"] or own["predicted"]) + (f" ({', '.join(notes)})" if notes else "")
 
 
 def _held(memory: Sequence[Mapping[str, Any]]) -> str:

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from soap import api
-from soap.cli import certainty, compressing, explanation, plan_summary, recomputing, verification, warm_up
+from soap.cli import compressing, explanation, plan_summary, verification
 from soap.cli.first_measuring import Measured
 from soap.cli.plain_text import milliseconds
 from soap.search.deciding import FASTEST, Answer
+from soap.search.starts import BASELINE
 from soap.strategy.compression import Compression
 from soap.strategy.config import SyncConfig
 from soap.strategy.sync import saving_memory
@@ -29,14 +30,14 @@ def document(
 ) -> dict[str, Any]:
     """Plain JSON values. The keys are part of the command's interface. ``files``: where the fastest and the safe plan were written, if they
     were. ``measured``: what was measured before the search, None if nothing. ``verified_s``: seconds spent on running plans, None if none
-    was to be run. ``warmed``: the warm-up (``warm_up.document``)."""
+    was to be run. ``warmed``: the warm-up (``compressing.warm_up_document``)."""
     recorded = outcome.record["search"]
     found = {
         **plan_summary.document(outcome.simulator, outcome.strategy, outcome.simulation),
         "search": {key: recorded[key] for key in SEARCHED if key in recorded},
         "bound_ns": None if outcome.bound is None else outcome.bound.bound_ns,
     }
-    if phases := warm_up.document(outcome.simulator, outcome.strategy, warmed):
+    if phases := compressing.warm_up_document(outcome.simulator, outcome.strategy, warmed):
         found["warm_up"] = phases
     if outcome.result.saving_bytes:
         found["saving_memory"] = _saving(outcome)
@@ -49,7 +50,7 @@ def document(
     if files is not None:
         found |= {"strategy": files[outcome.decision.answer], "files": dict(files)}
     if outcome.result.budgeted:
-        found["budgeted"] = [recomputing.budgeted(name, own) for name, own in outcome.result.budgeted.items()]
+        found["budgeted"] = [plan_summary.budgeted(name, own) for name, own in outcome.result.budgeted.items()]
     if explain:
         why = outcome.explanation, outcome.synchronization, outcome.unkept
         found |= explanation.documents(outcome.simulator.graph, *why, outcome.time_ns)
@@ -93,7 +94,7 @@ def text(
     if "saving_memory" in found:
         sections.append(_saving_text(found["saving_memory"], saving_memory(outcome.simulator.topology)))
     if "budgeted" in found:
-        sections.append("\n".join(map(recomputing.budgeted_text, found["budgeted"])))
+        sections.append("\n".join(map(plan_summary.budgeted_text, found["budgeted"])))
     if measured is not None:
         sections.append(measured.text)
     if told:
@@ -104,7 +105,7 @@ def text(
         sections.append(verification.text(found["measured"]))
     elif verified_s is not None and outcome.kept is None:
         sections.append("ran nothing: no other plan has a chance to be faster than data parallelism")
-    if "decision" in found and (decided := certainty.decided_text(found["decision"], found.get("files"), at_hand=at_hand)):
+    if "decision" in found and (decided := plan_summary.decided_text(found["decision"], found.get("files"), at_hand=at_hand)):
         sections.append(decided)
     if "explanation" in found:
         sections += explanation.texts(found, outcome.time_ns, outcome.simulator.topology)
@@ -138,7 +139,7 @@ def _saving(outcome: api.SearchOutcome) -> dict[str, Any]:
 def _saving_text(saving: Mapping[str, Any], choices: Sequence[SyncConfig]) -> str:
     allowed = ", ".join(sync.word for sync in choices[:-1]) + f" or {choices[-1].word}"
     lacking = format_bytes(saving["data_parallel_lacks_bytes"])
-    why = f"{plan_summary.BASELINE} lacks {lacking} of memory, so that devices may share parameters' states or values ({allowed})"
+    why = f"{BASELINE} lacks {lacking} of memory, so that devices may share parameters' states or values ({allowed})"
     if not saving["parameters"]:
         return f"{why}: none is, as this plan fits without it and is faster"
     return f"{why}: {saving['parameters']} of {saving['of']} are, by {' and '.join(saving['methods'])}"

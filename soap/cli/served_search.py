@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from soap import api
-from soap.cli import plan_summary, rows, stale_plan, two_plans, worker_plan
+from soap.cli import inputs, plan_summary, spare_plans, stale_plan
 from soap.cli.command import Parser, UsageError, note
-from soap.cli.figures import rate
 from soap.cli.options import cluster_of, reading
 from soap.cli.plain_text import listed
+from soap.cli.plan_summary import rate
 from soap.cli.search_options import search_options
 from soap.cli.stopping import Stopping
 from soap.cli.updating import Updating
@@ -39,11 +39,11 @@ def check_alone(args: argparse.Namespace, parser: Parser) -> None:
 
 def search(prog: str, args: argparse.Namespace, stopping: Stopping) -> int:
     """Search, save and report. Returns the exit code."""
-    two_plans.drop(args.output)
+    spare_plans.drop_beside(args.output)
     if args.workers is not None:
         return _search_workers(args)
     topology = cluster_of(args, args.cluster[0])
-    graph = rows.load_graph(args, topology)
+    graph = inputs.load_graph(args, topology)
     options = search_options(args, Updating(tuple(args.optimizer or ("adam",))), graph)
     found = api.find_servers(
         graph,
@@ -75,8 +75,8 @@ def _search_workers(args: argparse.Namespace) -> int:
     model = api.load(args.model, plan_only=True, **reading(args, topology))
     found = api.find_workers(model, topology, args.consistency, args.workers, costs=args.costs)
     found.save(args.output)
-    told = worker_plan.describe(found)
-    print(plan_summary.dump({**told, "strategy": args.output}) if args.json else f"{worker_plan.text(told)}\n\nwrote {args.output}")
+    told = stale_plan.describe_workers(found)
+    print(plan_summary.dump({**told, "strategy": args.output}) if args.json else f"{stale_plan.workers_text(told)}\n\nwrote {args.output}")
     return 0
 
 

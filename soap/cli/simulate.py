@@ -6,21 +6,12 @@ import argparse
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from soap import api, outputs
 from soap.api.fitting import MOST_WAYS
 from soap.api.large import large_prediction
-from soap.cli import (
-    explanation,
-    fits,
-    plan_summary,
-    rows,
-    simulate_report,
-    stale_plan,
-    worker_plan,
-)
-from soap.cli.command import Parser, UsageError, entry_point
+from soap.cli import explanation, inputs, plan_summary, simulate_report, stale_plan
+from soap.cli.command import Parser, UsageError, entry_point, refuse_given
 from soap.cli.inputs import add_asked, check_inputs, read_file
 from soap.cli.options import add_explain, add_outputs, cluster_of, reading, share
 from soap.cli.stopping import add_time_limit
@@ -81,7 +72,7 @@ def execute(args: argparse.Namespace) -> int:
     _check(args)
     whole = cluster_of(args, args.cluster)
     topology = simulate_report.asked_part(args, whole)
-    graph, training = rows.load_graph(args, topology), for_scaling(PLAIN, args.autocast)
+    graph, training = inputs.load_graph(args, topology), for_scaling(PLAIN, args.autocast)
     if args.fits and not args.strategy:
         return _report_fit(args, _fits(args, graph, topology, args.builtin or BASELINE, training), graph, topology)
     strategy, graph = _read(args, graph, topology)
@@ -108,8 +99,7 @@ def execute(args: argparse.Namespace) -> int:
     explained = _whole(simulation) if args.explain else None
     if args.timeline:
         write_text_atomically(args.timeline, predicted_text(graph, strategy, simulation, simulator.costs_hash, memory=True))
-    usual = api.classical(BASELINE, graph, topology)
-    sensitivities = simulate_report.find_sensitivity(simulator, strategy, usual) if args.sensitivity else None
+    sensitivities = simulate_report.find_sensitivity(simulator, strategy, simulator.data_parallel) if args.sensitivity else None
     summary = {**plan_summary.document(simulator, strategy, simulation), "iteration": simulate_report.iteration_document(simulation)}
     name = args.builtin or Path(args.strategy).name
     if args.beside:
@@ -129,7 +119,7 @@ def execute(args: argparse.Namespace) -> int:
         )
         summary |= explanation.documents(graph, *why, simulation.makespan_ns)
     if args.output:
-        api.save_strategy(args.output, strategy, graph, topology, _record(simulation))
+        api.save_strategy(args.output, strategy, graph, topology, plan_summary.recorded(simulation))
     if args.json:
         print(plan_summary.dump(summary))
     else:
@@ -153,7 +143,7 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError("no strategy; expected --strategy FILE or --builtin NAME, or --fits to ask what fits")
     if args.output and not args.builtin:
         raise UsageError("--output without --builtin NAME, which is what it writes; expected both")
-    fits.check_alone(args)
+    simulate_report.check_fits(args)
     simulate_report.check_beside(args)
     if args.what_if and args.builtin:
         raise UsageError("--what-if with --builtin; expected --strategy FILE, since a classical strategy is made for the cluster at hand")
@@ -181,9 +171,9 @@ def _fits(
 
 def _report_fit(args: argparse.Namespace, fit: api.Fit, graph: OperatorGraph, topology: Topology) -> int:
     """Print what fits. InfeasibleError in one line if nothing does."""
-    found = fits.document(fit, args, graph, topology)
-    print(plan_summary.dump(found) if args.json else fits.text(found))
-    fits.require_way(found)
+    found = simulate_report.fit_document(fit, args, graph, topology)
+    print(plan_summary.dump(found) if args.json else simulate_report.fit_text(found))
+    simulate_report.require_way(found)
     return 0
 
 
@@ -206,29 +196,15 @@ def _report_workers(args: argparse.Namespace, strategy: Strategy, topology: Topo
     _refuse_of_steps(args, strategy)
     model = api.load(args.model, plan_only=True, **reading(args, topology))
     found = api.simulate_workers(model, topology, strategy, costs=args.costs)
-    told = worker_plan.describe(found)
-    print(plan_summary.dump(told) if args.json else worker_plan.text(told))
+    told = stale_plan.describe_workers(found)
+    print(plan_summary.dump(told) if args.json else stale_plan.workers_text(told))
     return 0
 
 
 def _refuse_of_steps(args: argparse.Namespace, strategy: Strategy) -> None:
     """UsageError in one line for options about one step of all."""
-    for option, asked in (
-        ("--timeline", args.timeline),
-        ("--beside", args.beside),
-        ("--explain", args.explain),
-        ("--sensitivity", args.sensitivity),
-    ):
-        if asked:
-            raise UsageError(
-                f"{option} with a stale strategy ({strategy.consistency}), which has no iteration of the whole batch; leave it out"
-            )
-
-
-def _record(simulation: Simulation | FoldedSimulation) -> dict[str, Any]:
-    """What a strategy file records of a strategy that has a name."""
-    memory = [use.total for use in simulation.memory]
-    return {"predicted_ns": simulation.makespan_ns, "memory_bytes": memory, "bytes_moved": simulation.bytes_moved}
+    said = f"with a stale strategy ({strategy.consistency}), which has no iteration of the whole batch; leave it out"
+    refuse_given(args, ("timeline", "beside", "explain", "sensitivity"), said)
 
 
 def _read(args: argparse.Namespace, graph: OperatorGraph, topology: Topology) -> tuple[Strategy | None, OperatorGraph]:

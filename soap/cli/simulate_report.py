@@ -4,20 +4,26 @@ cluster would change a choice, and what jobs on one cluster do to each other."""
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from soap import api
 from soap.api import save_strategy
+from soap.api.fitting import Fit, Way
 from soap.api.large import LargePrediction
-from soap.cli.command import Parser, UsageError
-from soap.cli.plain_text import aligned, listed, milliseconds
+from soap.cli.command import OPTIONS, Parser, UsageError, refuse_given
+from soap.cli.options import reading_options
+from soap.cli.plain_text import aligned, and_more, attributes, listed, milliseconds
+from soap.cli.plan_summary import budgeted, budgeted_text, kinds_text
 from soap.cluster.fewer import part_of
 from soap.cluster.topology import Topology
-from soap.errors import StrategyError
+from soap.errors import InfeasibleError, StrategyError
 from soap.files import write_bytes_atomically
 from soap.model.graph import OperatorGraph
+from soap.plan.memory_kinds import MemoryKind
 from soap.profiles.lookup import ProfiledCosts
+from soap.search.infeasible import shrinking
 from soap.search.layer_placement import LayerPlacement
 from soap.search.plot import tornado
 from soap.search.sensitivity import DOUBLE, HALF, MOST, Sensitivity
@@ -48,7 +54,7 @@ def iteration_document(simulation: Simulation | FoldedSimulation) -> dict[str, A
 def iteration_text(iteration: Mapping[str, Any]) -> str:
     """The document as tables."""
     whole_ns = max(1, iteration["iteration_ns"])
-    path = [(kind, *_time(ns, whole_ns)) for kind, ns in _largest_first(iteration["critical_path_ns"])]
+    path = [(kind, *_time(ns, whole_ns)) for kind, ns in sorted(iteration["critical_path_ns"].items(), key=lambda own: -own[1])]
     devices = [(d["name"], *_time(d["busy_ns"], whole_ns), format_bytes(d["peak_bytes"])) for d in iteration["devices"]]
     used = sorted((link for link in iteration["links"] if link["bytes"]), key=lambda link: (-link["bytes"], link["name"]))
     links = [(link["name"], *_time(link["busy_ns"], whole_ns), format_bytes(link["bytes"])) for link in used]
@@ -64,26 +70,19 @@ def _time(duration_ns: int, whole_ns: int) -> tuple[str, str]:
     return milliseconds(duration_ns), f"{duration_ns / whole_ns:.0%}"
 
 
-def _largest_first(durations: Mapping[str, int]) -> list[tuple[str, int]]:
-    return sorted(durations.items(), key=lambda entry: -entry[1])
-
-
 def _table(head: Sequence[str], everything: Sequence[Sequence[str]]) -> str:
     """Rows that differ in their first cell alone are one."""
     alike: dict[tuple[str, ...], list[str]] = {}
     for name, *cells in everything:
         alike.setdefault(tuple(cells), []).append(name)
     rows = [(names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else ""), *cells) for cells, names in alike.items()]
-    more = len(rows) - MOST_ROWS
-    lines = aligned([head, *rows[:MOST_ROWS]])
-    return lines + (f"\n  and {more} further rows; --json has all" if more > 0 else "")
+    return "\n".join([aligned([head, *rows[:MOST_ROWS]]), *and_more(len(rows), MOST_ROWS, what="further rows")])
 
 
 def large_report(args: argparse.Namespace, simulator: Simulator, strategy: Strategy, found: LargePrediction, name: str) -> dict[str, Any]:
     """What is told, as plain JSON values. Writes the strategy if that is asked for. UsageError in one line for options about tasks."""
-    for option in ("timeline", "explain", "sensitivity", "beside"):
-        if getattr(args, option):
-            raise UsageError(f"--{option} of a plan of {found.tiles} tiles; expected one of fewer micro-batches or devices: leave it out")
+    said = f"of a plan of {found.tiles} tiles; expected one of fewer micro-batches or devices: leave it out"
+    refuse_given(args, ("timeline", "explain", "sensitivity", "beside"), said)
     if args.output:
         record = {"predicted_ns": found.makespan_ns, "peak_bytes": found.peak_bytes}
         save_strategy(args.output, strategy, simulator.graph, simulator.topology, record)
@@ -121,13 +120,7 @@ def layers_document(placed: LayerPlacement, graph: OperatorGraph, topology: Topo
             "front_ns": cut.front_ns,
             "tail_ns": cut.tail_ns,
         }
-    return {
-        "friendly": placed.friendly,
-        "gain": placed.gain,
-        "least_gain": placed.least_gain,
-        "plain_servers_ns": placed.plain_ns,
-        "best": best,
-    }
+    return {**attributes(placed, "friendly", "gain", "least_gain"), "plain_servers_ns": placed.plain_ns, "best": best}
 
 
 def layers_text(found: Mapping[str, Any]) -> str:
@@ -252,3 +245,106 @@ def beside_text(jobs: Sequence[Mapping[str, Any]]) -> str:
         for job in jobs
     ]  # fmt: skip
     return f"{aligned(rows, indent='')}\n  a step's mean over {len(jobs)} jobs that go on and on; least, most: by how far apart they begin"
+
+
+STRATEGY_FILE = "strategy.json"
+SMALLER = "several batches are normalized each by itself, so that training has other numbers than with one batch"
+MOST_SAID = 6
+"""Ways for which there was no time, by name; of the others it is said how many."""
+UNUSED = ("what_if", "sensitivity", "explain", "timeline", "output")
+"""Options of ``soap-simulate`` that say something about one strategy alone."""
+
+
+def check_fits(args: argparse.Namespace) -> None:
+    """UsageError if ``--fits`` is asked for together with what needs one strategy."""
+    for name in UNUSED:
+        if args.fits and getattr(args, name):
+            option = f"--{name.replace('_', '-')}"
+            raise UsageError(f"--fits with {option}, which is about one strategy; expected one of them: first --fits, then {option}")
+
+
+def fit_document(fit: Fit, args: argparse.Namespace, graph: OperatorGraph, topology: Topology) -> dict[str, Any]:
+    """Plain JSON values. The keys are part of the command's interface."""
+    return {
+        "model": {"name": graph.name, "hash": graph.hash, "operators": len(graph.operators)},
+        "cluster": {"name": topology.name, "hash": topology.hash, "devices": [device.name for device in topology.devices]},
+        "fits": fit.fits,
+        "asked": _way(fit.asked),
+        "ways": [{**_way(way), "commands": commands(way, args)} for way in fit.ways],
+        "tried": list(fit.tried),
+        "untried": list(fit.untried),
+        "closest": None if fit.closest is None else _way(fit.closest),
+    }
+
+
+def commands(way: Way, args: argparse.Namespace) -> list[str]:
+    """The command that makes a strategy file of a way; of one with several batches also the one that trains by it."""
+    model = args.model if way.micro_batches == 1 else way.model
+    options = [*reading_options(args), *((OPTIONS["memory_budget"], args.memory_budget) if args.memory_budget else ())]
+    options += ["--batches", args.batches] if args.batches != "whole" else []
+    if way.budgeted is not None:  # a search begins with it
+        start = ["--start", way.base, "--recompute", "yes", "--budget", "1"]
+        return [shlex.join(["soap-search", model, "--cluster", args.cluster, *options, *start, "-o", STRATEGY_FILE])]
+    made = shlex.join(["soap-simulate", model, "--cluster", args.cluster, *options, "--builtin", way.name, "-o", STRATEGY_FILE])
+    accumulate = ["--accumulate", str(way.micro_batches)]
+    trained = shlex.join(["soap-run", STRATEGY_FILE, "--model", model, "--cluster", args.cluster, *reading_options(args), *accumulate])
+    return [made, trained] if way.micro_batches > 1 else [made]
+
+
+def _way(way: Way) -> dict[str, Any]:
+    return {
+        **attributes(way, "name", "model", "micro_batches"),
+        "predicted_ns": way.time_ns,
+        **attributes(way, "fits", "lacking_bytes", "device", "peak_bytes", "available_bytes"),
+        "peak_memory_bytes": dict(way.by_kind),
+        "budgeted": None if way.budgeted is None else budgeted(way.base, way.budgeted),
+    }
+
+
+def fit_text(found: Mapping[str, Any]) -> str:
+    """The document for people."""
+    asked, cluster = found["asked"], found["cluster"]
+    head = f"{found['model']['name']} ({found['model']['operators']} operators) on {cluster['name']} ({len(cluster['devices'])} devices)"
+    verdict = "fits" if found["fits"] else f"does not fit, {format_bytes(asked['lacking_bytes'])} missing in all"
+    lines = [head, f"{asked['name']} {verdict}: {_memory(asked)}, {milliseconds(asked['predicted_ns'])}"]
+    lines.append(f"  at its peak: {kinds_text(asked['peak_memory_bytes'])}")
+    if found["fits"]:
+        return "\n".join(lines)
+    sections = ["\n".join(lines)]
+    if found["ways"]:
+        rows = [(_name(way), milliseconds(way["predicted_ns"]), _memory(way)) for way in found["ways"]]
+        sections.append("these fit, the fastest first:\n" + aligned(rows))
+        if any(way["micro_batches"] > 1 for way in found["ways"]):
+            sections.append(SMALLER)
+        sections += [budgeted_text(way["budgeted"]) for way in found["ways"] if way["budgeted"] is not None]
+        sections.append("\n".join(["a strategy file of each:", *(f"  {one}" for way in found["ways"] for one in way["commands"])]))
+    else:
+        closest = found["closest"]
+        most = max(MemoryKind, key=lambda kind: closest["peak_memory_bytes"][kind.value])
+        sections.append(
+            f"nothing that was tried fits ({', '.join(found['tried']) or 'nothing else to try'})\n"
+            f"closest: {_name(closest)}, {_memory(closest)}, {format_bytes(closest['lacking_bytes'])} missing in all\n"
+            f"  at its peak: {kinds_text(closest['peak_memory_bytes'])}\n"
+            f"what would help: {shrinking(most) or 'more devices'}; devices with more memory, or more of them"
+        )
+    if found["untried"]:
+        first, others = found["untried"][:MOST_SAID], len(found["untried"][MOST_SAID:])
+        sections.append(f"no time was left for {', '.join(first)}{f' and {others} others' * (others > 0)}")
+    sections.append("soap-search looks for mixtures of these that are faster")
+    return "\n\n".join(sections)
+
+
+def require_way(found: Mapping[str, Any]) -> None:
+    """InfeasibleError in one line if neither what was asked about fits, nor any way that was tried."""
+    closest = found["closest"]
+    if closest is not None:
+        names = f"model {found['model']['name']!r} fits into the memory of cluster {found['cluster']['name']!r} in none of the ways tried"
+        raise InfeasibleError(f"{names}: the closest is {_name(closest)}, with which {_memory(closest)}; expected devices with more memory")
+
+
+def _name(way: Mapping[str, Any]) -> str:
+    return f"{way['name']} in {way['micro_batches']} batches" if way["micro_batches"] > 1 else str(way["name"])
+
+
+def _memory(way: Mapping[str, Any]) -> str:
+    return f"{way['device']} needs {format_bytes(way['peak_bytes'])} of {format_bytes(way['available_bytes'])}"

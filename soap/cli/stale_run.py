@@ -1,4 +1,5 @@
-"""``soap-run`` of servers and workers without state, which Ray starts in a session of our own or in a cluster that is there."""
+"""``soap-run`` of servers and workers without state, which Ray starts in a session of our own or in a cluster that is there; and of virtual
+workers: each rank computes a stage, the first one of each host is a server beside that."""
 
 from __future__ import annotations
 
@@ -14,15 +15,14 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from soap import api
-from soap.cli import worker_run
-from soap.cli.command import Parser, UsageError, note
-from soap.cli.figures import rate
+from soap.cli import emulation
+from soap.cli.command import Parser, UsageError, note, refuse_given
+from soap.cli.inputs import folder_of, sized
 from soap.cli.options import reading
 from soap.cli.plain_text import listed
-from soap.cli.preprocessed import folder_of, sized
+from soap.cli.plan_summary import rate
 from soap.cli.stale_plan import describe, head
 from soap.cli.updating import Updating
-from soap.cli.worker_run import check_folders, refuse_rank_options
 from soap.cluster.topology import Topology
 from soap.errors import INTERRUPTED_EXIT_CODE, StrategyError
 from soap.strategy.consistency import SYNC, parse
@@ -30,9 +30,14 @@ from soap.units import format_bytes
 
 if TYPE_CHECKING:
     from soap.elastic.launcher import Options, Outcome, Run
-    from soap.elastic.plan import ElasticPlan
-    from soap.elastic.server_actor import Keeping
+    from soap.elastic.layout import ElasticPlan
+    from soap.elastic.store import Keeping
     from soap.elastic.worker import Batches, Report, Source
+    from soap.mixed.planned import WavePlan
+    from soap.mixed.run.training import Outcome as Workers
+    from soap.strategy.config import Strategy
+    from soap.tracing.execute import TracedModel
+
 
 OWN = "own"
 """Word for a session of our own."""
@@ -64,31 +69,33 @@ def is_asked(args: argparse.Namespace) -> bool:
         stale = False
     if args.ray is not None or stale:
         return True
-    for name in ("fsync", "reduce_dense", "reduce_sparse"):
-        if getattr(args, name):
-            option = f"--{name.replace('_', '-')}"
-            raise UsageError(f"{option} is for servers and workers; expected a stale strategy, or --ray {OWN} beside it")
+    said = f"is for servers and workers; expected a stale strategy, or --ray {OWN} beside it"
+    refuse_given(args, ("fsync", "reduce_dense", "reduce_sparse"), said)
     return False
 
 
 def execute(args: argparse.Namespace, topology: Topology, prog: str) -> int:
     """Train, report."""
-    if _has_workers(args):
-        return _run_workers(args, topology)
-    _refuse(args)
-    args.model = sized(args.model, folder_of(args.data))
+    virtual = api.load_strategy_contents(args.strategy).options.get("workers") is not None
+    if not virtual:
+        said = "is for plans that ranks run; servers and workers do not know it: leave it out"
+        refuse_rank_options(args, FURTHER, said, "servers and workers")
+        args.model = sized(args.model, folder_of(args.data))
     read = reading(args, topology)
     planned = api.load(args.model, plan_only=True, **read)
     strategy = api.load_strategy(args.strategy, planned, topology)
-    from soap.cli.lease_data import lease_data
+    if virtual:
+        return execute_workers(args, topology, planned, strategy, read)
+    from soap.cli.batches import lease_data
     from soap.elastic.launcher import laid_out
     from soap.elastic.leases import noted_run
     from soap.elastic.planned import options_of, plan_of
     from soap.elastic.worker import Source
 
-    plan, optimizer = plan_of(strategy, planned.graph), _optimizer(args, planned.graph)
+    plan, optimizer = plan_of(strategy, planned.graph), _recipe(args, "servers").optimizer
+    Updating.of(args).tried(planned.graph)
     before = None if args.resume is None else noted_run(args.resume)
-    seed = args.seed if args.seed is not None else 0 if before is None else before.seed
+    seed = _seed(args, before)
     data, batch = lease_data(args.model, read, planned, args.data, workers=len(plan.workers), batch=plan.batch, seed=seed, dtype=args.dtype)
     resumed_at = 0 if before is None else before.steps(len(plan.workers))
     options = options_of(
@@ -106,16 +113,6 @@ def execute(args: argparse.Namespace, topology: Topology, prog: str) -> int:
     with _folder(args) as folder:
         keeping = _keeping(args, folder, optimizer, plan)
         return _train(args, topology, plan, source, data, keeping, options, resumed_at, prog)
-
-
-def _has_workers(args: argparse.Namespace) -> bool:
-    return api.load_strategy_contents(args.strategy).options.get("workers") is not None
-
-
-def _run_workers(args: argparse.Namespace, topology: Topology) -> int:
-    read = reading(args, topology)
-    planned = api.load(args.model, plan_only=True, **read)
-    return worker_run.execute(args, topology, planned, api.load_strategy(args.strategy, planned, topology), read)
 
 
 def _train(
@@ -210,16 +207,14 @@ def text(report: Mapping[str, Any]) -> str:
     speed = report["throughput"]["samples_per_second"]
     facts = [("loss", _curve(report["losses"], report["loss_steps"]))]
     facts.append(("throughput", "one lease alone says none" if speed is None else f"{rate(speed)} samples/s behind the first lease"))
-    missing = ", ".join(f"{number}: {count}" for number, count in report["staleness"]["missing"].items())
-    facts.append(("earlier minibatches that leases may lack", f"{missing} (number: leases)"))
+    facts.append(("earlier minibatches that leases may lack", _missing(report["staleness"]["missing"], "leases")))
     sizes = [format_bytes(round(report["bytes"][f"{way}_per_lease"])) for way in ("sent", "received")]
     facts.append(("bytes per lease", f"{sizes[0]} to servers, {sizes[1]} from them"))
     scaled = [f"{what} {how}" for what, how in report["reduce"].items()]
     facts.append(("gradients of a step's workers", ", ".join(scaled)))
     if report["lost_workers"]:
         facts.append(("lost workers", f"{report['lost_workers']}; {report['dealt_again']} leases were dealt again"))
-    if report["checkpoint"]:
-        facts.append(("kept in", report["checkpoint"]))
+    facts += _kept(report)
     first = f"{report['model']} on {report['cluster']}, {report['steps']} steps by servers and workers (Ray: {report['ray']})"
     return "\n\n".join([f"{head(report)}\n{first}", listed(facts)])
 
@@ -233,21 +228,25 @@ def _curve(losses: Sequence[float], steps: Sequence[int]) -> str:
     return ", ".join(f"{losses[place]:.6g} in step {steps[place]}" for place in places)
 
 
-def _refuse(args: argparse.Namespace) -> None:
-    """UsageError in one line for what workers without state do not do."""
-    said = "is for plans that ranks run; servers and workers do not know it: leave it out"
-    refuse_rank_options(args, FURTHER, said, "servers and workers")
-    check_folders(args)
-
-
-def _optimizer(args: argparse.Namespace, graph: Any) -> Any:
-    """What makes the optimizer of one partition."""
-    updating = Updating.of(args)
-    recipe = updating.recipe()
+def _recipe(args: argparse.Namespace, who: str) -> Any:
+    """How parameters are updated, all alike. UsageError if that is not so."""
+    recipe = Updating.of(args).recipe()
     if isinstance(recipe.optimizer, Mapping) or recipe.groups is not None:
-        raise UsageError("--optimizer GLOB=SPEC: servers update all parameters alike; expected one optimizer without GLOB=")
-    updating.tried(graph)
-    return recipe.optimizer
+        raise UsageError(f"--optimizer GLOB=SPEC: {who} update all parameters alike; expected one optimizer without GLOB=")
+    return recipe
+
+
+def _seed(args: argparse.Namespace, before: Any) -> int:
+    """The one that is asked for, or that of the run that goes on (``before``)."""
+    return args.seed if args.seed is not None else 0 if before is None else int(before.seed)
+
+
+def _missing(staleness: Mapping[str, int], what: str) -> str:
+    return f"{', '.join(f'{number}: {count}' for number, count in staleness.items())} (number: {what})"
+
+
+def _kept(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    return [("kept in", report["checkpoint"])] if report["checkpoint"] else []
 
 
 @contextmanager
@@ -263,7 +262,7 @@ def _folder(args: argparse.Namespace) -> Iterator[str]:
 
 
 def _keeping(args: argparse.Namespace, folder: str, optimizer: Any, plan: ElasticPlan) -> Keeping:
-    from soap.elastic.server_actor import Keeping
+    from soap.elastic.store import Keeping
 
     every = {} if args.save_every is None else {"snapshot_every_pushes": args.save_every * len(plan.workers)}
     return Keeping(folder, optimizer, fsync=args.fsync, temporary=not (args.resume or args.save), **every)
@@ -275,3 +274,146 @@ def _interrupted(args: argparse.Namespace, done: int, before: int) -> str:
     if kept is None:
         return f"{said}; nothing is kept without --save DIR"
     return f"{said}; the same command with --resume {kept} --steps {args.steps - (done - before)} instead of --save goes on"
+
+
+WORKERS_LACK = ("ray", "fsync", "reduce_dense", "reduce_sparse", "save_every")
+"""Options that virtual workers do not have, and those of ``RANKS_ALONE``."""
+
+
+def execute_workers(args: argparse.Namespace, topology: Topology, planned: TracedModel, strategy: Strategy, read: Mapping[str, Any]) -> int:
+    """Train, report. ``planned``: the model of all workers' minibatches together, without values; ``read``: how it is read."""
+    refuse_rank_options(args, WORKERS_LACK, "is not for virtual workers; leave it out", "virtual workers")
+    emulation.check_possible(args)
+    from soap.cli.batches import lease_data
+    from soap.elastic.worker import Source
+    from soap.emulation.placement import run_evenly
+    from soap.mixed.planned import minibatch_dims, wave_plan
+    from soap.mixed.run.stage_program import Updates
+    from soap.mixed.run.training import Job, checkpoint_of, train
+    from soap.runtime.comm.launch import launch
+    from soap.runtime.comm.rank_processes import READING
+
+    recipe = _recipe(args, "workers")
+    plan, workers = wave_plan(strategy, planned.graph, topology), len(strategy.workers.groups) if strategy.workers else 0
+    Updates(recipe.optimizer, recipe.schedule, workers)  # refused before anything is started
+    before = None if args.resume is None else checkpoint_of(args.resume, plan)
+    seed, dims = _seed(args, before), minibatch_dims(planned.graph)
+    counts: dict[str, int] = {"workers": workers, "batch": plan.samples, "seed": seed}
+    data, batch = lease_data(args.model, read, planned, args.data, dtype=args.dtype, dims=dims, **counts)
+    if batch != 1:
+        raise UsageError("--data preprocessed:… with virtual workers; expected batches: PKG.MOD:CALLABLE, or none")
+    hosts = emulation.asked_hosts(args, topology)
+    job = Job(
+        plan=plan,
+        source=Source(args.model, args.dtype, seed, read),
+        batches=data,
+        optimizer=recipe.optimizer,
+        schedule=recipe.schedule,
+        minibatches=(args.steps,) * workers,
+        ranks=topology.device_count,
+        save=args.save or args.resume,
+        resume=args.resume,
+        evenly=run_evenly if hosts else None,
+    )
+    with emulation.cluster(hosts) as emulated:
+        found = launch(job.ranks, train, (job,), place=emulated.place, address=emulated.address, modules=READING)
+    outcome = found.get(0)
+    if outcome is None:  # under torchrun, on a rank that does not report
+        return 0
+    told = workers_document(args, topology, strategy, plan, outcome, 0 if before is None else before.finished)
+    print(json.dumps(told, indent=2) if args.json else workers_text(told))
+    return 0
+
+
+def workers_document(
+    args: argparse.Namespace, topology: Topology, strategy: Strategy, plan: WavePlan, outcome: Workers, resumed_at: int
+) -> dict[str, Any]:
+    """What was seen, as plain JSON values. The keys are part of the command's interface."""
+    workers = []
+    for number, stages in enumerate(plan.workers):
+        seen = [outcome.of(number, stage) for stage in range(len(stages))]
+        waited_ns = [start.waited_ns for start in seen[0].starts]
+        workers.append(
+            {
+                "devices": [topology.devices[stage.device].name for stage in stages],
+                "losses": outcome.losses(number),
+                "samples_per_second": rate_of(seen[0].ended_s, plan.samples, plan.in_flight),
+                "waiting_ns": sum(waited_ns) / max(1, len(waited_ns)),
+                "pushes": seen[0].pushes,
+                "pulls": seen[0].pulls,
+                "pushed_bytes": sum(own.pushed_bytes for own in seen),
+                "pulled_bytes": sum(own.pulled_bytes for own in seen),
+                "activation_bytes": sum(own.activation_bytes for own in seen),
+            }
+        )
+    return {
+        "model": args.model,
+        "cluster": topology.name,
+        "consistency": str(strategy.consistency),
+        "in_flight": plan.in_flight,
+        "minibatches": args.steps,
+        "resumed_at": resumed_at,
+        "checkpoint": args.save or args.resume,
+        "workers": workers,
+        "throughput": {"samples_per_second": samples_per_second(outcome, plan)},
+        "staleness": {str(missing): count for missing, count in sorted(outcome.missing.items())},
+    }
+
+
+def workers_text(told: Mapping[str, Any]) -> str:
+    """The document in a few lines."""
+    head = (
+        f"{told['model']} on {told['cluster']}: {len(told['workers'])} virtual workers ({told['consistency']}), {told['in_flight']} "
+        f"minibatches in flight, {told['minibatches']} minibatches each"
+    )
+    facts = []
+    for number, own in enumerate(told["workers"]):
+        losses, speed = own["losses"], own["samples_per_second"]
+        known = "" if speed is None else f"{rate(speed)} samples/s, "
+        name = f"worker {number} ({', '.join(own['devices'])})"
+        facts.append((name, f"{known}loss {losses[0]:.6g} to {losses[-1]:.6g}, waits {own['waiting_ns'] / 1e6:.3g} ms for a start"))
+        moved = [format_bytes(own[f"{what}_bytes"]) for what in ("pushed", "pulled", "activation")]
+        facts.append(("", f"{own['pushes']} pushes ({moved[0]}), {own['pulls']} pulls ({moved[1]}), {moved[2]} of activations"))
+    if (speed := told["throughput"]["samples_per_second"]) is not None:
+        facts.append(("all workers", f"{rate(speed)} samples/s behind their first minibatches"))
+    facts.append(("others' earlier minibatches that starts may lack", _missing(told["staleness"], "starts")))
+    return f"{head}\n\n{listed([*facts, *_kept(told)])}"
+
+
+def samples_per_second(outcome: Workers, plan: WavePlan) -> float | None:
+    """Of all workers; None if one had a single minibatch."""
+    rates = [rate_of(outcome.of(worker, 0).ended_s, plan.samples, plan.in_flight) for worker in range(len(plan.workers))]
+    known = [own for own in rates if own is not None]
+    return sum(known) if len(known) == len(rates) else None
+
+
+def rate_of(ended_s: Sequence[float], samples: int, in_flight: int) -> float | None:
+    """Samples per second of a worker from its first minibatch's end on. As many count as are in flight, or a multiple, as they may end in
+    bunches; all if they are too few. ``ended_s``: when its minibatches ended, in order. None if there was one alone."""
+    whole = (len(ended_s) - in_flight) // in_flight * in_flight
+    counted = ended_s[: whole + 1] if whole > 0 else ended_s
+    return None if len(counted) < 2 or counted[-1] <= counted[0] else (len(counted) - 1) * samples / (counted[-1] - counted[0])
+
+
+RANKS_ALONE = (
+    "check", "memory", "timeline", "compare_data_parallel", "compile", "clip_norm", "correct_momentum", "keep", "weight_decay", "no_decay",
+    "weights", "save_weights", "eval_data", "eval_steps", "eval_model", "restarts", "spare_plans", "report", "log",
+)  # fmt: skip
+"""Parsed options that only plans of ranks in step know. Whatever else trains refuses them, rather than to ignore them."""
+
+
+def refuse_rank_options(args: argparse.Namespace, further: Sequence[str], said: str, who: str) -> None:
+    """UsageError for an option in ``RANKS_ALONE`` or ``further`` that was given, as ``said``; if ``who`` should compute on GPUs; and if
+    ``--save`` and ``--resume`` contradict each other, or something else is in the folder."""
+    refuse_given(args, (*RANKS_ALONE, *further, *["accumulate"] * (args.accumulate > 1), *["warm_up"] * any(args.warm_up)), said)
+    if args.autocast == "float16":
+        raise UsageError(f"--autocast float16 with {who}, which scale no loss; expected bfloat16")
+    if args.device == "cuda" or args.backend == "nccl":
+        raise UsageError(f"{who} compute on processors; expected --device cpu")
+    if args.save is not None and args.resume is not None and Path(args.save).resolve() != Path(args.resume).resolve():
+        raise UsageError("--save beside --resume; expected --resume alone: a stale run goes on in its own folder")
+    if args.save_every is not None and args.save is None and args.resume is None:
+        raise UsageError("--save-every without --save; add --save DIR")
+    place = Path(args.save) if args.save is not None and args.resume is None else None
+    if place is not None and place.exists() and (not place.is_dir() or any(place.iterdir())):
+        raise UsageError(f"--save {args.save}: something is there; expected an empty folder, or --resume {args.save} to go on from it")

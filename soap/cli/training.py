@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
-from soap.cli import checkpoints as journal
-from soap.cli import compressing, evaluating, step_log, weights
+from soap.cli import checkpoints, compressing
 from soap.cli.batches import Batches, ConvertedBatches, DrawnBatches, JoinedBatches, batch_size, by_rank, user_batches
-from soap.cli.checkpoints import Checkpoints, Saver
+from soap.cli.checkpoints import Checkpoints, Evaluated, Saver
 from soap.cli.options import Reading
 from soap.cli.updating import Updating
 from soap.cluster.kinds import run_kind
@@ -24,7 +24,7 @@ from soap.errors import RuntimeFailure, SoapWarning
 from soap.measure.iteration import WARM_UP_STEPS, StepTimes, measure_steps, peak_memory
 from soap.plan.running.forward_order import ExecutionOrder
 from soap.runtime.check import CheckResult, check
-from soap.runtime.comm.world import close_world, open_world
+from soap.runtime.comm.world import World, close_world, open_world
 from soap.runtime.system import clock
 from soap.runtime.trainer import Trainer
 from soap.runtime.training_options import TrainingOptions
@@ -76,7 +76,7 @@ class Job:
     emulated: bool = False
     record: ExportRecord | None = None
     journal: str | None = None
-    evaluated: evaluating.Evaluated | None = None
+    evaluated: Evaluated | None = None
     log: str | None = None
 
     @property
@@ -112,14 +112,11 @@ class Outcome:
 
 def train(job: Job) -> Outcome:
     """Train by each strategy in turn, each from the model's own parameters."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SoapWarning)  # the command has shown the warnings, once for all ranks
-        model = weights.load(job)
+    with warnings.catch_warnings(action="ignore", category=SoapWarning):  # the command has shown the warnings, once for all ranks
+        model = checkpoints.load_weighed(job)
     batches = batches_of(job, model)
-    evaluating.require_possible(job, model)
-    kind = job.device_kind or run_kind(job.topology)
-    world = open_world(job.topology.device_count, kind, job.backend)  # once for all trainers
-    try:
+    checkpoints.require_possible(job, model)
+    with in_world(job) as world:
         optimizer = job.updating.recipe().optimizer
         found = _check(job, model, batches, optimizer) if job.checked else None
         saver = Saver(job.checkpoints, job.steps)
@@ -128,6 +125,14 @@ def train(job: Job) -> Outcome:
         traced = _trace(job, model, batches) if job.traced else ()
         held = _weigh(job, model, batches, world.device) if job.weighed else None
         return Outcome(world.backend, measured, found, traced, saver.saved, held, *results[job.main][1:])
+
+
+@contextmanager
+def in_world(job: Job) -> Iterator[World]:
+    """Within the context this process is one of the job's ranks, whatever trainers are made."""
+    world = open_world(job.topology.device_count, job.device_kind or run_kind(job.topology), job.backend)
+    try:
+        yield world
     finally:
         close_world(world)
 
@@ -155,7 +160,7 @@ def _measure(
     """Run all steps of the job, then evaluate; with it the state of the loss's scaler. The first few steps are not timed."""
     trainer = make_trainer(job, model, name)
     if saver is not None and job.log is not None and trainer.rank == 0:
-        trainer.on_step = step_log.logger(job.log, after=job.checkpoints.resumed_at)
+        trainer.on_step = checkpoints.logger(job.log, after=job.checkpoints.resumed_at)
     if job.checkpoints.resume is not None:
         _resume(job, trainer, job.checkpoints.resume)
     warm_up = min(WARM_UP_STEPS, job.steps - 1)
@@ -163,16 +168,16 @@ def _measure(
     with tqdm(total=job.steps, desc=name, unit="step", disable=hidden, leave=False) as bar:
 
         def after(step: int, loss: float) -> None:
-            _show(bar, loss)
+            show(bar, f"loss {loss:.4g}")
             if saver is not None and job.journal is not None and trainer.rank == 0:
-                journal.note_step(job.journal, step, loss)  # before a checkpoint says that the step is done
+                checkpoints.note_step(job.journal, step, loss)  # before a checkpoint says that the step is done
             if saver is not None:
                 saver.after_step(trainer)
 
         card = card_counters if job.emulated else None
         times = measure_steps(trainer, by_rank(batches, trainer), job.steps - warm_up, warm_up, on_step=after, card=card)
     scaled = None if trainer.scaler is None else trainer.scaler.state()
-    return times, evaluating.evaluate(job, model, trainer) if saver is not None else None, scaled
+    return times, checkpoints.evaluate(job, model, trainer) if saver is not None else None, scaled
 
 
 def _resume(job: Job, trainer: Trainer, checkpoint: str) -> None:
@@ -238,12 +243,13 @@ def make_trainer(job: Job, model: TracedModel, name: str) -> Trainer:
     )
     with clock.paused():  # it is made at this machine's speed
         trainer = Trainer(model, (strategy, job.topology), order, options)
-        weights.fill(job, trainer)
+        checkpoints.fill_weights(job, trainer)
     if job.emulated:
         run_evenly()  # all groups' threads exist now
     return trainer
 
 
-def _show(bar: tqdm[Any], loss: float) -> None:
-    bar.set_postfix_str(f"loss {loss:.4g}", refresh=False)
+def show(bar: tqdm[Any], text: str) -> None:
+    """One more step, and a few words."""
+    bar.set_postfix_str(text, refresh=False)
     bar.update()

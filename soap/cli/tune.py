@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Any
 from soap import api, outputs
 from soap.cli import emulation, reporting
 from soap.cli.command import Parser, UsageError, entry_point, note, one_line
-from soap.cli.inputs import check_inputs
+from soap.cli.inputs import check_inputs, simulator_of
 from soap.cli.options import add_cluster, add_costs, add_json, add_model, not_negative, positive
 from soap.cli.plain_text import aligned, listed, milliseconds
-from soap.cli.plan_summary import crowded, shared_cores
-from soap.cli.preprocessed import simulator_of
+from soap.cli.plan_summary import crowded, recorded, shared_cores
 from soap.cli.run import STRATEGY, add_training, on_ranks, prepare
 from soap.cli.run import make_parser as run_parser
 from soap.cli.stopping import Stopping, add_time_limit
@@ -31,8 +30,8 @@ from soap.search.partition_tuning import BATCHES, ITERATIONS, MOST_SAMPLES, Samp
 from soap.simulator.simulate import Simulation
 
 if TYPE_CHECKING:
-    from soap.cli.partition_runs import Trial
     from soap.cli.training import Job
+    from soap.cli.trials import PartitionTrial
     from soap.emulation.hosts import HostLimits
     from soap.runner.tuning import Range
 
@@ -112,21 +111,19 @@ def _tune(args: argparse.Namespace, stopping: Stopping) -> None:
     emulation.check_possible(args)
     check_inputs(args)
     job, predicted, costs = prepare(_with_others(args))
-    from soap.cli.partition_runs import Trial  # torch is loaded by now
+    from soap.cli.trials import PartitionTrial  # torch is loaded by now
     from soap.runner.tuning import tuned_range, with_partitions
 
     strategy, order = job.strategies[STRATEGY]
     given = predicted[STRATEGY]
     graph, topology = given.plan.graph, job.topology
     wanted = tuned_range(strategy, graph, topology)
-    scale = emulation.asked_scale(args)
-    hosts = emulation.limits(topology, scale, job.device_kind) if args.emulate else ()
-    chosen = strategy
+    hosts, chosen = emulation.asked_hosts(args, topology, job.device_kind), strategy
     tunings: list[tuple[Range, Tuning]] = []
     for own in grouped(wanted, args.group):
         try:
             with args.limit.part(1 - FINISHING_SHARE) as running:
-                tuning = sample(Trial(replace(job, strategies={STRATEGY: (chosen, order)}), own, args.batches), hosts, stopping)
+                tuning = sample(PartitionTrial(replace(job, strategies={STRATEGY: (chosen, order)}), own, args.batches), hosts, stopping)
         except (KeyboardInterrupt, StoppedBySignal) as error:
             if not tunings:
                 raise
@@ -164,8 +161,7 @@ def _report(
 
     strategy, _ = job.strategies[STRATEGY]
     graph, topology = given.plan.graph, job.topology
-    scale = emulation.asked_scale(args)
-    hosts = emulation.limits(topology, scale, job.device_kind) if args.emulate else ()
+    scale, hosts = emulation.asked_scale(args), emulation.asked_hosts(args, topology, job.device_kind)
     simulator = simulator_of(job, given, args.costs)
     documents, held = [], strategy
     for own, tuning in tunings:
@@ -179,7 +175,7 @@ def _report(
     only = {key: value for key, value in documents[0].items() if key != "parameters"} if len(documents) == 1 else {"groups": documents}
     found = {**only, "iterations": job.steps, "batches": args.batches, "before": before}
     tuned = simulator.run(held)
-    api.save_strategy(args.output, held, graph, topology, {**record, **_predicted(tuned), "costs": costs, "tuning": found})
+    api.save_strategy(args.output, held, graph, topology, {**record, **recorded(tuned), "costs": costs, "tuning": found})
     if args.report:
         reporting.write_tuning(args.report, args.output, simulator, held, tuned, found)
     report = {
@@ -211,11 +207,11 @@ def grouped(wanted: Range, patterns: Sequence[str]) -> list[Range]:
     return found
 
 
-def sample(trial: Trial, hosts: Sequence[HostLimits] = (), stopping: Stopping | None = None) -> Tuning | None:
+def sample(trial: PartitionTrial, hosts: Sequence[HostLimits] = (), stopping: Stopping | None = None) -> Tuning | None:
     """All runs, in one launch of ranks; None under torchrun on all ranks but rank 0. A run for which a server has not enough memory
     ends its launch and counts as failed; another launch goes on after it. What ends them early is noted by ``stopping``, and the best of
     the runs so far is taken, if there is one."""
-    from soap.cli.partition_runs import measure, read_notes
+    from soap.cli.trials import measure, read_notes
 
     known: tuple[Sample, ...] = ()
     while True:
@@ -240,12 +236,6 @@ def sample(trial: Trial, hosts: Sequence[HostLimits] = (), stopping: Stopping | 
                 known = (*known, Sample(broke, None))
         if next_partitions(known, trial.wanted.servers, trial.wanted.most) is None:
             return choose(known)
-
-
-def _predicted(simulation: Simulation) -> dict[str, Any]:
-    """What a strategy file records of its prediction."""
-    memory = [use.total for use in simulation.memory]
-    return {"predicted_ns": simulation.makespan_ns, "memory_bytes": memory, "bytes_moved": simulation.bytes_moved}
 
 
 def document(tuning: Tuning, predicted_ns: Mapping[int, int]) -> dict[str, Any]:

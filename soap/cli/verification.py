@@ -129,7 +129,7 @@ def _runs(
 def _strategies(outcome: api.SearchOutcome, count: int, only_chances: bool) -> dict[str, Strategy]:
     """Name -> strategy, all different: data parallelism if it fits, the best one, the best of the starts, then the other best ones."""
     simulator = outcome.simulator
-    usual = api.classical(BASELINE, simulator.graph, simulator.topology)
+    usual = simulator.data_parallel
     found = {BASELINE: usual} if simulator.overflow_bytes(usual) == 0 else {}
 
     def tried(strategy: Strategy) -> bool:

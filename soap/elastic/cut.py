@@ -17,10 +17,10 @@ from math import prod
 import torch
 
 from soap.elastic.faults import ElasticError
-from soap.elastic.lookups import Lookups, means
+from soap.elastic.layout import Lookups, means
 from soap.tracing.calls import BufferRef, Call, Program, Ref, TileContext, argument, is_random, needed, results_of, walk
 from soap.tracing.execute import TracedModel
-from soap.tracing.rules.embedding import MEAN, MODES, SUM
+from soap.tracing.rules.index import MEAN, MODES, SUM
 
 EMBEDDING, BAG, EQUAL_BAGS = "embedding", "embedding_bag", "equal_bags"
 
@@ -81,6 +81,12 @@ class Cut:
         self._front, self._rest = _divide(program, [use for uses in self._uses.values() for use in uses])
         self._constants = program.constants
         self._model = replace(model, program=self._rest)
+
+    @property
+    def shapes(self) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
+        """(tables, dense variables): shapes by name."""
+        tables, dense = ({name: self._model.graph.tensors[name].shape for name in names} for names in (self.tables, self.dense))
+        return tables, dense
 
     def look_ups(self, inputs: Sequence[torch.Tensor]) -> dict[str, Lookups]:
         """By table, the bags of all its uses, one after the other, since a lease pushes to a table once. ``inputs``: a batch, in order."""

@@ -26,14 +26,12 @@ from soap.elastic import leases
 from soap.elastic.clocks import ASYNC, SYNC, Clocks
 from soap.elastic.cut import Cut
 from soap.elastic.faults import ElasticError
-from soap.elastic.layout import Layout, lay_out, lay_out_planned
+from soap.elastic.layout import Layout, TableCut, lay_out, lay_out_planned
 from soap.elastic.leases import Dealer, Finished, Lease, Steps
-from soap.elastic.owners import Owners, whole
-from soap.elastic.plan import TableCut
-from soap.elastic.server_actor import Keeping, Server
 from soap.elastic.session import module
+from soap.elastic.store import Keeping, Server
 from soap.elastic.transport import PeerLost
-from soap.elastic.worker import Batches, Report, Source, Worker
+from soap.elastic.worker import Batches, Owners, Report, Source, Worker
 from soap.errors import SoapError, SoapWarning, first_line
 
 
@@ -266,12 +264,10 @@ def train(
 
 def laid_out(source: Source, options: Options) -> Layout:
     """Which server has what of a model. ElasticError if it has no such tables."""
-    model = source.load(plan_only=True)
-    cut = Cut(model, options.tables)
-    tables, dense = ({name: model.graph.tensors[name].shape for name in names} for names in (cut.tables, cut.dense))
+    cut = Cut(source.load(plan_only=True), options.tables)
     if options.tables is not None:
-        return lay_out_planned(tables, dense, options.servers, options.tables, options.dense)
-    return lay_out(tables, dense, options.servers)
+        return lay_out_planned(*cut.shapes, options.servers, options.tables, options.dense)
+    return lay_out(*cut.shapes, options.servers)
 
 
 class Run:
@@ -330,15 +326,7 @@ class Run:
 
     def parameters(self) -> dict[str, Tensor]:
         """All values, whole. Weights of tables travel for it."""
-        owners = Owners(self._layout, self._addresses, self._secret)
-        try:
-            step = self.first_left if self._options.averaged else 0
-            found = {name: whole(places, owners.values(places, step)) for name, places in self._layout.tables.items()}
-            if self._layout.dense:
-                found.update(owners.pull(step))
-        finally:
-            owners.close()
-        return found
+        return Owners(self._layout, self._addresses, self._secret).parameters(self.first_left if self._options.averaged else 0)
 
     def close(self) -> None:
         """End all actors. What was acknowledged is in the servers' folders."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from soap.elastic.launcher import Options, Reduction
-from soap.elastic.plan import ElasticPlan, TableCut
+from soap.elastic.layout import ElasticPlan, TableCut
 from soap.errors import StrategyError
 from soap.model.batch import sample_factor, samples_of
 from soap.model.graph import KEEP_STATE, NEXT_STATE, OperatorGraph

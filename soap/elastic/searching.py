@@ -18,11 +18,9 @@ from math import inf, prod
 
 from soap.cluster.topology import Device, Topology
 from soap.elastic.faults import ElasticError
-from soap.elastic.plan import ElasticPlan
-from soap.elastic.simulation.design import bipartite, design_of
-from soap.elastic.simulation.steady import Steady, rate_bound, simulate
-from soap.elastic.simulation.traffic import Needs, Traffic, needs_of_graph
-from soap.elastic.simulation.unroll import NO_DELAYS, Delays
+from soap.elastic.layout import ElasticPlan
+from soap.elastic.simulation.design import Needs, Traffic, bipartite, design_of, needs_of_graph
+from soap.elastic.simulation.steady import NO_DELAYS, Delays, Steady, rate_bound, simulate
 from soap.elastic.simulation.work import EstimatedWork
 from soap.model.graph import OperatorGraph
 from soap.simulator.costs import CostModel

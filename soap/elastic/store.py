@@ -1,5 +1,8 @@
 """A server's partitions, in memory and in a folder, so that nothing that was acknowledged is lost when the server is killed: a push is
-written to its partition's log, then applied, then acknowledged (docs/internals/servers.md)."""
+written to its partition's log, then applied, then acknowledged (docs/internals/servers.md).
+
+A server: the store of its partitions behind a listener. Killed and started anew by Ray, it recovers from its folder.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,12 @@ import errno
 import fcntl
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+import shutil
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +25,15 @@ from torch import Tensor
 
 from soap.elastic import snapshots, write_ahead
 from soap.elastic.faults import ElasticError
+from soap.elastic.layout import Layout, Lookups, Partition, gradient_of_rows, sums_of_rows
 from soap.elastic.leases import Steps
-from soap.elastic.lookups import Lookups, gradient_of_rows, sums_of_rows
-from soap.elastic.messages import Kind, Message
-from soap.elastic.partitions import Partition
-from soap.elastic.shard import Gradient, Shard, ShardState, TooOld, check_optimizer
-from soap.elastic.snapshots import Snapshotter
+from soap.elastic.messages import Buffer, Kind, Message, decode, encode
+from soap.elastic.session import module
+from soap.elastic.snapshots import Gradient, Shard, ShardState, Snapshotter, TooOld, check_optimizer
+from soap.elastic.transport import Listener
+from soap.elastic.worker import Source
 from soap.elastic.write_ahead import WriteAheadLog, may_have_crashed, note_boot
-from soap.errors import SoapError, first_line
+from soap.errors import SoapError, SoapWarning, first_line
 from soap.files import read_text, reason, write_text_atomically
 from soap.runtime.sync.row_update import RowGradient
 from soap.runtime.updates.optimizers import OptimizerFactory, recorded_name
@@ -148,32 +156,31 @@ class DurableShard:
         """Make the updates of the steps before this one, under the lock. They follow from what is in the log, so nothing is written."""
         if self._failure:
             raise ElasticError(self._failure)
-        name = self.shard.partition.name
-        self._failure = f"partition {name!r} was interrupted in an update; start the server again, which recovers it"
-        try:
+        with self._updating():
             self.shard.bring_to(step)
-        except TooOld:
-            self._failure = ""
-            raise
-        except Exception as error:  # whatever a user's optimizer does
-            self._failure = f"partition {name!r} failed in an update: {first_line(error)}; start the server again, which recovers it"
-            raise ElasticError(self._failure) from error
-        self._failure = ""
 
     def _write_and_apply(self, message: Message, gradient: Gradient, make_room: Callable[[], None]) -> None:
-        """If it is interrupted, log and values may not agree, or half of the cell may be updated: then nothing more is counted."""
-        name = self.shard.partition.name
-        self._failure = f"partition {name!r} was interrupted in an update; start the server again, which recovers it"
-        try:
+        with self._updating():
             self._write(message, make_room)
-        except ElasticError:  # the log is as it was
+            try:
+                self.shard.apply(gradient, message.lease)
+            except Exception:
+                self._log.take_back()
+                raise
+
+    @contextmanager
+    def _updating(self) -> Iterator[None]:
+        """If what is within is interrupted, log and values may not agree, or half of the cell may be updated: then nothing more is counted.
+        With an ElasticError of ours all is as it was."""
+        name, again = self.shard.partition.name, "start the server again, which recovers it"
+        self._failure = f"partition {name!r} was interrupted in an update; {again}"
+        try:
+            yield
+        except ElasticError:
             self._failure = ""
             raise
-        try:
-            self.shard.apply(gradient, message.lease)
         except Exception as error:  # whatever a user's optimizer does
-            self._failure = f"partition {name!r} failed in an update: {first_line(error)}; start the server again, which recovers it"
-            self._log.take_back()
+            self._failure = f"partition {name!r} failed in an update: {first_line(error)}; {again}"
             raise ElasticError(self._failure) from error
         self._failure = ""
 
@@ -340,3 +347,89 @@ def _push(store: Store, message: Message) -> Message:
 _ANSWERS: Mapping[Kind, Callable[[Store, Message], Message]] = {
     Kind.LOOK_UP: _look_up, Kind.PULL: _pull, Kind.PUSH: _push, Kind.PUSH_ROWS: _push, Kind.PUSH_OUTPUTS: _push,
 }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """How servers keep partitions, see ``Store``: each below ``folder`` on its own machine. ``temporary``: removed on close."""
+
+    folder: str
+    optimizer: OptimizerFactory
+    lazy: bool = False
+    fsync: bool = False
+    snapshot_every_pushes: int | None = 1000
+    snapshot_every_s: float | None = None
+    temporary: bool = False
+
+    def remove(self, server: int) -> None:
+        """Remove what a closed server has on its machine, if it is temporary; the folder too, if nothing else is there."""
+        if self.temporary:
+            shutil.rmtree(self._own(server), ignore_errors=True)
+            with suppress(OSError):
+                Path(self.folder).rmdir()
+
+    def _own(self, server: int) -> Path:
+        return Path(self.folder) / f"server-{server}"
+
+    def store(
+        self, server: int, layout: Layout, source: Source, steps: Steps | None = None, initial: Sequence[Tensor] | None = None
+    ) -> Store:
+        """The server's store, as its folder has it, or as the model begins. ``steps``: if an update is that of a whole step. ``initial``:
+        values of the server's partitions to begin with; None: the model's."""
+        values = layout.initial(server, source.load().parameters) if initial is None else initial
+        return Store(
+            self._own(server),
+            layout.of_server(server),
+            values,
+            self.optimizer,
+            lazy=self.lazy,
+            fsync=self.fsync,
+            snapshot_every_pushes=self.snapshot_every_pushes,
+            snapshot_every_s=self.snapshot_every_s,
+            steps=steps,
+        )
+
+
+class Server:
+    """In an actor. ``host``: the address to listen on; None: Ray's of this machine. ``steps``, ``initial``: see ``Keeping.store``."""
+
+    def __init__(
+        self,
+        server: int,
+        layout: Layout,
+        source: Source,
+        keeping: Keeping,
+        secret: bytes,
+        host: str | None = None,
+        steps: Steps | None = None,
+        initial: Sequence[Tensor] | None = None,
+    ) -> None:
+        self._warned: list[str] = []
+        warnings.simplefilter("always", SoapWarning)
+        warnings.showwarning = lambda message, *_, **__: self._warned.append(str(message))  # the launcher shows them
+        self._remove = partial(keeping.remove, server)
+        self._store = keeping.store(server, layout, source, steps, initial)
+        self._listener = Listener(self._answer, secret, host or str(module().util.get_node_ip_address()))
+
+    def address(self) -> tuple[str, int]:
+        """Where it listens."""
+        return self._listener.host, self._listener.port
+
+    def warnings(self) -> list[str]:
+        """What there was to warn of since this was last asked."""
+        said, self._warned = self._warned, []
+        return said
+
+    def process(self) -> int:
+        """This process's number."""
+        return os.getpid()
+
+    def close(self) -> list[str]:
+        """Answer nobody any more, and let the store go; of a temporary one nothing is left. Returns what ``warnings`` does."""
+        self._listener.close()
+        self._store.close()
+        self._remove()
+        return self.warnings()
+
+    def _answer(self, frame: memoryview) -> Sequence[Buffer]:
+        return encode(self._store.answer(decode(frame)))

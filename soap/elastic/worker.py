@@ -1,13 +1,18 @@
 """A worker: takes a lease's batch, asks the owners for what it needs, computes the rest, and gives the gradients back. It holds no state:
 what it knows besides the lease is the model's program and the data, so any other worker may do the same lease instead.
+
+What a worker asks of the owners of partitions: sums of rows, values of dense variables, and to count its gradients.
+
+Each partition has a connection of its own, so that those of one server are worked on at the same time; all are asked before any answer is
+read. An owner that is lost is asked again where it comes back: look-ups change nothing, and a push that has counted counts no second time.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,10 +22,164 @@ from torch.utils.data import Dataset, default_collate
 
 from soap.elastic.cut import Cut
 from soap.elastic.faults import ElasticError
-from soap.elastic.layout import Layout
-from soap.elastic.owners import Address, Owners
+from soap.elastic.layout import Layout, Lookups, Place, combine, divide, route
+from soap.elastic.messages import Kind, Message, checked, decode, encode
+from soap.elastic.transport import Connection, PeerLost, connect
+from soap.runtime.system import clock
 from soap.tracing.execute import TracedModel
 from soap.tracing.load import load_model
+
+PATIENCE_S = 120.0
+"""How long a server may be away before its workers give up."""
+PAUSE_S = 0.05
+
+Address = Callable[[int], tuple[str, int]]
+"""Where a server listens now; waits while it is being started anew."""
+Routed = Mapping[str, Sequence[Lookups]]
+"""By table, the look-ups of each of its partitions."""
+ANSWERS = {Kind.LOOK_UP: Kind.SUMS, Kind.PULL: Kind.VALUES, Kind.PUSH_OUTPUTS: Kind.VERSION, Kind.PUSH: Kind.VERSION}
+"""Question -> what answers it."""
+
+
+class Owners:
+    """The owners of a layout's partitions, as one worker sees them. ``addresses``: asked whenever a connection is made."""
+
+    def __init__(self, layout: Layout, addresses: Address, secret: bytes) -> None:
+        self._layout, self._addresses, self._secret = layout, addresses, secret
+        self._connections: dict[tuple[int, int], Connection] = {}
+        self._sent = self._received = 0
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of all frames sent."""
+        return self._sent + sum(peer.sent_bytes for peer in self._connections.values())
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes of all frames received."""
+        return self._received + sum(peer.received_bytes for peer in self._connections.values())
+
+    def route(self, lookups: Mapping[str, Lookups]) -> Routed:
+        """By table, what each of its partitions is asked for."""
+        return {table: route([place.partition for place in self._layout.tables[table]], whole) for table, whole in lookups.items()}
+
+    def read(self, lookups: Routed, step: int = 0) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """By table, (samples, columns): what its rows add up to; and the dense variables. All owners are asked together: neither waits for
+        the other. ``step``: of the lease, where updates are those of steps."""
+        asked = [
+            (place, Message.of(Kind.LOOK_UP, place.number, own.tensors(), version=step))
+            for table, parts in lookups.items()
+            for place, own in zip(self._layout.tables[table], parts, strict=True)
+        ]
+        answers = (answer.tensors()[0] for answer in self._ask([*asked, *self._pulling(self._layout.dense, step)]))
+        sums = {}
+        for table in lookups:
+            places = self._layout.tables[table]
+            sums[table] = combine([place.partition for place in places], [next(answers) for _ in places])
+        return sums, self._dense([*answers])
+
+    def pull(self, step: int = 0) -> dict[str, Tensor]:
+        """The dense variables, as they are now; ``step``: of the lease."""
+        return self._dense(self.values(self._layout.dense, step))
+
+    def push(self, lease: int, lookups: Routed, sums: Mapping[str, Tensor], dense: Mapping[str, Tensor]) -> None:
+        """Count a lease's gradients, of the sums and of the dense variables, everywhere. Returns when all owners have written them down."""
+        asked = []
+        for table, routed in lookups.items():
+            places = self._layout.tables[table]
+            parts = divide([place.partition for place in places], sums[table])
+            for place, own, part in zip(places, routed, parts, strict=True):
+                asked.append((place, Message.of(Kind.PUSH_OUTPUTS, place.number, (part, *own.tensors()), lease=lease)))
+        vector = self._layout.joined(dense) if self._layout.dense else None
+        for place in self._layout.dense:
+            assert vector is not None
+            asked.append((place, Message.of(Kind.PUSH, place.number, [place.partition.of(vector)], lease=lease)))
+        self._ask(asked)
+
+    def values(self, places: Sequence[Place], step: int = 0) -> list[Tensor]:
+        """The values of these partitions. Those of tables are asked for at the end of training alone."""
+        return [answer.tensors()[0] for answer in self._ask(self._pulling(places, step))]
+
+    def parameters(self, step: int = 0) -> dict[str, Tensor]:
+        """All values, whole; weights of tables travel for it. Ends all connections."""
+        try:
+            return {**{name: whole(own, self.values(own, step)) for name, own in self._layout.tables.items()}, **self.pull(step)}
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """End all connections."""
+        for key in [*self._connections]:
+            self._drop(key)
+
+    def _pulling(self, places: Sequence[Place], step: int) -> list[tuple[Place, Message]]:
+        return [(place, Message(Kind.PULL, place.number, version=step)) for place in places]
+
+    def _dense(self, pieces: Sequence[Tensor]) -> dict[str, Tensor]:
+        return self._layout.apart(whole(self._layout.dense, pieces)) if pieces else {}
+
+    def _ask(self, asked: Sequence[tuple[Place, Message]]) -> list[Message]:
+        """All answers, in order. ElasticError if one is an error, or an owner stays away."""
+        clock.catch_up()
+        try:
+            return self._answers(asked)
+        finally:
+            clock.resume()
+
+    def _answers(self, asked: Sequence[tuple[Place, Message]]) -> list[Message]:
+        answers: dict[int, Message] = {}
+        deadline = time.monotonic() + PATIENCE_S
+        try:
+            while True:
+                left = [number for number in range(len(asked)) if number not in answers]
+                under_way = [number for number in left if self._sent_to(*asked[number])]
+                for number in under_way:
+                    place, question = asked[number]
+                    answer = self._answer_of(place)
+                    if answer is not None:
+                        answers[number] = checked(answer, ANSWERS[question.kind])
+                if len(answers) == len(asked):
+                    return [answers[number] for number in range(len(asked))]
+                if time.monotonic() > deadline:
+                    away = sorted({asked[number][0].server for number in left if number not in answers})
+                    raise ElasticError(
+                        f"servers {', '.join(map(str, away))} are away for {PATIENCE_S:g} s; expected Ray to start them again"
+                    )
+                time.sleep(PAUSE_S)
+        except BaseException:
+            self.close()  # answers may be under way
+            raise
+
+    def _sent_to(self, place: Place, message: Message) -> bool:
+        """Whether the question is under way; else the owner is away."""
+        key = (place.server, place.number)
+        try:
+            if key not in self._connections:
+                self._connections[key] = connect(*self._addresses(place.server), self._secret)
+            self._connections[key].send(encode(message))
+        except PeerLost:
+            self._drop(key)
+            return False
+        return True
+
+    def _answer_of(self, place: Place) -> Message | None:
+        key = (place.server, place.number)
+        try:
+            return decode(self._connections[key].receive())
+        except PeerLost:
+            self._drop(key)
+            return None
+
+    def _drop(self, key: tuple[int, int]) -> None:
+        peer = self._connections.pop(key, None)
+        if peer is not None:
+            self._sent, self._received = self._sent + peer.sent_bytes, self._received + peer.received_bytes
+            peer.close()
+
+
+def whole(places: Sequence[Place], values: Sequence[Tensor]) -> Tensor:
+    """A parameter from the values of all its partitions, in their order."""
+    return values[0] if len(values) == 1 else torch.cat(list(values), places[0].partition.axis)
 
 
 class Batches(Protocol):
@@ -105,9 +264,7 @@ class Worker:
     def work(self, number: int, indices: Sequence[int], dense_scale: float = 1.0, sparse_scale: float = 1.0, step: int = 0) -> Report:
         """Do a lease: its number, and the samples of its batch. Returns when all owners have counted its gradients, those of the dense
         variables and of tables each times its scale. ``step``: the lease's, where updates are those of steps."""
-        begin = time.perf_counter()
-        found = self.work_on(number, self._batches.batch(indices), dense_scale, sparse_scale, step)
-        return replace(found, seconds=time.perf_counter() - begin)
+        return self.work_on(number, self._batches.batch(indices), dense_scale, sparse_scale, step)
 
     def work_on(self, number: int, inputs: Sequence[Tensor], dense_scale: float, sparse_scale: float, step: int = 0) -> Report:
         """The same with a batch that is here."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
 
 from soap.model.dtypes import is_differentiable
@@ -141,8 +141,7 @@ class MicroBatches:
         factor = self.factors[position]
         assert factor is not None and self.samples is not None
         size, whole = (graph.operators[position].factors[factor].size for graph in (self.graph, self._whole))
-        each = whole // self.samples
-        return [(start * each * size // whole, stop * each * size // whole) for start, stop in balanced(self.samples, self.count)]
+        return list(_ranges(size, whole, self.samples, self.count))
 
     @cached_property
     def phases(self) -> tuple[int, ...]:
@@ -190,8 +189,8 @@ class MicroBatches:
         if place is None or read is None or operand.dims[place].factor != read:
             return False
         size = self.graph.tensors[operand.tensor].shape[place]
-        theirs = [dims[place].interval(_only(made, own), size) for own in self.ranges(maker)]
-        ours = [operand.dims[place].interval(_only(read, own), size) for own in self.ranges(reader)]
+        theirs = _along(dims[place], made, tuple(self.ranges(maker)), size)
+        ours = _along(operand.dims[place], read, tuple(self.ranges(reader)), size)
         return all(a <= c and d <= b for (a, b), (c, d) in zip(theirs, ours, strict=True))
 
     def least_size(self, position: int, factor: int) -> int:
@@ -201,6 +200,14 @@ class MicroBatches:
         return min(stop - start for start, stop in self.ranges(position))
 
 
-def _only(factor: int, own: Interval) -> Sequence[Interval]:
-    """Intervals of a tile of which only one factor matters."""
-    return [(0, 0)] * factor + [own]
+@lru_cache(4096)
+def _ranges(size: int, whole: int, samples: int, count: int) -> tuple[Interval, ...]:
+    """``MicroBatches.ranges`` of a factor of this size, and of the one with all copies."""
+    each = whole // samples
+    return tuple([(start * each * size // whole, stop * each * size // whole) for start, stop in balanced(samples, count)])
+
+
+@lru_cache(4096)
+def _along(dim: DimMap, factor: int, parts: tuple[Interval, ...], size: int) -> tuple[Interval, ...]:
+    """Intervals of a tensor's dimension that parts of this factor have. ``size``: of the dimension."""
+    return tuple([dim.interval([(0, 0)] * factor + [own], size) for own in parts])

@@ -13,8 +13,9 @@ backward pass each collective runs as its transpose.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from soap.model.graph import Tensor
 from soap.model.regions import Box, volume
@@ -99,7 +100,11 @@ class LocalFetch:
 
 @dataclass(frozen=True, eq=False)
 class Delivery:
-    """What one operator leaves on devices for its readers, and how it reaches them. Positions count from the operator's own first."""
+    """What one operator leaves on devices for its readers, and how it reaches them. Positions count from the operator's own first.
+
+    ``position``: of the operator. ``readers``: position of an operator that reads it -> the tiles of that. ``devices``: of all these tiles,
+    ascending.
+    """
 
     tiles: tuple[Tile, ...]
     reductions: tuple[Reduction, ...]
@@ -107,6 +112,58 @@ class Delivery:
     fetches: tuple[LocalFetch, ...]
     messages: tuple[Message, ...]
     exchanges: tuple[Exchange, ...]
+    position: int
+    readers: Mapping[int, tuple[Tile, ...]]
+    devices: tuple[int, ...]
+
+
+class PlacedDelivery:
+    """The delivery of the operator at ``position``, whose outputs ``tensors`` the operators ``readers`` read, on ``devices``: ``like`` that
+    of an operator that is alike on devices that lie alike, but for names. All of it is made when it is asked for."""
+
+    def __init__(
+        self, like: Delivery, position: int, readers: tuple[int, ...], devices: tuple[int, ...], tensors: Mapping[str, str]
+    ) -> None:
+        """``tensors``: name of an output of the other operator -> name of this one's."""
+        self.like, self.position, self.readers, self.devices, self._tensors = like, position, readers, devices, tensors
+        self._place = dict(zip(like.devices, devices, strict=True))
+        self._reader = dict(zip(like.readers, readers, strict=True))
+
+    @cached_property
+    def own(self) -> Delivery:
+        """The delivery itself, but for tiles of its readers."""
+        like, on, tensors = self.like, self._place, self._tensors
+        if like.position == self.position and like.devices == self.devices:
+            return like
+        return Delivery(
+            tuple(self.tiles()),
+            tuple([replace(own, operator=self.position, devices=self._all_on(own.devices)) for own in like.reductions]),
+            tuple([Holding(tensors[own.tensor], own.box, on[own.device], own.tile, own.reduction) for own in like.holdings]),
+            tuple([self._fetch(own) for own in like.fetches]),
+            tuple([Message(on[own.source], on[own.target], own.parts) for own in like.messages]),
+            tuple([Exchange(own.pattern, tensors[own.tensor], self._all_on(own.devices), own.parts) for own in like.exchanges]),
+            self.position,
+            dict.fromkeys(self.readers, ()),
+            self.devices,
+        )
+
+    def tiles(self) -> Iterator[Tile]:
+        """Its tiles."""
+        for tile, device in zip(self.like.tiles, self.tile_devices, strict=True):
+            own = tile.intervals, tile.inputs, tile.parameters, tile.outputs, tile.sparse_lookup, tile.part
+            yield Tile(self.position, tile.index, tile.replica, device, *own)
+
+    @cached_property
+    def tile_devices(self) -> tuple[int, ...]:
+        """The device of each of its tiles."""
+        return self._all_on([tile.device for tile in self.like.tiles])
+
+    def _fetch(self, own: LocalFetch) -> LocalFetch:
+        consumers = tuple([(self._reader[reader], tile, place) for reader, tile, place in own.consumers])
+        return LocalFetch(self._tensors[own.tensor], own.box, self._place[own.device], own.pieces, consumers)
+
+    def _all_on(self, devices: Iterable[int]) -> tuple[int, ...]:
+        return tuple([self._place[device] for device in devices])
 
 
 class Carriers:

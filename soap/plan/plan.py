@@ -23,7 +23,7 @@ from soap.strategy.recomputation import LIGHT
 from soap.strategy.sync_contracts import Contract, named
 
 if TYPE_CHECKING:
-    from soap.plan.delivery import Delivery
+    from soap.plan.delivery import PlacedDelivery
     from soap.plan.syncs.keeping import KeptParameter
 
 
@@ -207,7 +207,8 @@ class ShardSync:
 
 @dataclass(frozen=True)
 class Plan:
-    """A whole strategy, lowered. Things refer to each other by their positions in these tuples.
+    """A whole strategy, lowered. Things refer to each other by their positions in these sequences. Those of what operators do and leave
+    are made when they are first asked for (``later``); ``deliveries`` have what tables need, of operators that are alike once.
 
     Every trainable shard that gets a gradient is in exactly one of ``syncs``; so is each frozen one whose values are gathered. The method's
     module in ``soap.plan.syncs`` says what the synchronization moves, updates and holds in memory.
@@ -222,20 +223,20 @@ class Plan:
     graph: OperatorGraph
     device_count: int
     accelerators: frozenset[int]
-    tiles: tuple[Tile, ...]
+    tiles: Sequence[Tile]
     first_tile: tuple[int, ...]
-    holdings: tuple[Holding, ...]
-    fetches: tuple[Fetch, ...]
-    messages: tuple[Message, ...]
-    exchanges: tuple[Exchange, ...]
-    reductions: tuple[Reduction, ...]
+    holdings: Sequence[Holding]
+    fetches: Sequence[Fetch]
+    messages: Sequence[Message]
+    exchanges: Sequence[Exchange]
+    reductions: Sequence[Reduction]
     shards: tuple[Shard, ...]
     syncs: tuple[ShardSync, ...]
     sparse_lookups: frozenset[int]
     training: PlannedTraining = PLAIN
     order: PassOrder | None = None
     own_samples: bool = False  # see ``Topology``
-    deliveries: tuple[Delivery, ...] = field(default=(), compare=False)
+    deliveries: tuple[PlacedDelivery, ...] = field(default=(), compare=False)
     kept: tuple[KeptParameter, ...] = field(default=(), compare=False)
 
     @cached_property

@@ -11,12 +11,13 @@ partial results of its cell, and then what its readers need outside of the cell.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import accumulate, combinations, pairwise
+from itertools import accumulate, chain, combinations, pairwise, starmap
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
+from weakref import WeakValueDictionary
 
 from soap.cluster.topology import Topology
 from soap.model.batch import MicroBatches
@@ -25,8 +26,9 @@ from soap.model.likeness import alike_operators
 from soap.model.regions import Box, Interval, cells, contains, intersect, subtract, volume, whole
 from soap.plan.compression.training import PLAIN, PlannedTraining
 from soap.plan.coverage import HolderIndex
-from soap.plan.delivery import Carriers, Delivery, LocalFetch, Reader
-from soap.plan.plan import Exchange, Fetch, Holding, Message, Part, Piece, Plan, Reduction
+from soap.plan.delivery import Carriers, Delivery, LocalFetch, PlacedDelivery, Reader
+from soap.plan.later import Later
+from soap.plan.plan import Fetch, Holding, Part, Piece, Plan, Reduction
 from soap.plan.row_counts import sparse_lookup_operators
 from soap.plan.scheduling import Orders
 from soap.plan.syncs.keeping import Cell, Keeping
@@ -102,6 +104,10 @@ def _empty(box: Box) -> Box:
     return tuple((start, start) for start, _ in box)
 
 
+T = TypeVar("T")
+_JOINED = ("tiles", "holdings", "fetches", "messages", "exchanges", "reductions")
+"""Fields of plans that are those of all deliveries."""
+
 Use = tuple[int, int]
 """(tile, operand position)."""
 Read = tuple[str, Box, int, tuple[Use, ...]]
@@ -154,14 +160,19 @@ class PlanBuilder:
         self._others: dict[int, PlanBuilder] = {}
         size = max(1024, 8 * len(graph.operators))
         self._part = lru_cache(size)(self._make_part)
-        self._delivery = lru_cache(size)(self._make_delivery)
+        self._delivery = lru_cache(size)(self._place)
+        self._lying = lru_cache(size)(self._lie)
+        self._likes: WeakValueDictionary[Hashable, Delivery] = WeakValueDictionary()
+        self._cut_alike: dict[Hashable, tuple[tuple[int, ...], tuple[Cell, ...]]] = {}
         self._cells = lru_cache(size)(self._make_cells)
         self._distances = lru_cache(None)(self._make_distances)
         self._accelerators = frozenset(number for number, device in enumerate(topology.devices) if device.type.kind != "cpu")
         self._represented = represented
         self._keeping = Keeping(graph, topology, represented, training.wrapped)
         self._readers = [_readers(graph, position) for position in range(len(graph.operators))]
+        self._links = [_links(graph, position, own) for position, own in enumerate(self._readers)]
         self._alike = lru_cache(1)(lambda: alike_operators(graph))
+        self._kinds = lru_cache(1)(lambda: self._find_kinds())
 
     def __reduce__(self) -> tuple[object, ...]:
         # another process starts with empty caches
@@ -179,12 +190,15 @@ class PlanBuilder:
             self._delivery(position, config, tuple([configs[reader] for reader in self._readers[position]]))
             for position, config in enumerate(configs)
         ]
-        first_tile = _offsets([len(own.tiles) for own in found])
-        first_holding = _offsets([len(own.holdings) for own in found])
-        first_reduction = _offsets([len(own.reductions) for own in found])
-        first_fetch = _offsets([len(own.fetches) for own in found])
-        tiles = tuple(tile for own in found for tile in own.tiles)
+        first = {name: _offsets([len(getattr(own.like, name)) for own in found]) for name in _JOINED}
+        tiles = Later(first["tiles"][-1], lambda: chain.from_iterable(own.tiles() for own in found))
+        first_tile = first["tiles"][:-1]
         shards, syncs, kept = self._keeping.keep(tiles, first_tile, self._regions(configs), strategy)
+
+        def joined(name: str, shifted: Callable[[Delivery, int], Iterable[T]]) -> Sequence[T]:
+            own = ((delivery.own, position) for position, delivery in enumerate(found))
+            return Later(first[name][-1], lambda: chain.from_iterable(starmap(shifted, own)))
+
         return Plan(
             strategy=strategy,
             graph=self.graph,
@@ -192,28 +206,16 @@ class PlanBuilder:
             accelerators=self._accelerators,
             tiles=tiles,
             first_tile=first_tile,
-            holdings=tuple(
-                holding
-                for own, tile, reduction in zip(found, first_tile, first_reduction, strict=True)
-                for holding in _shifted_holdings(own, tile, reduction)
+            holdings=joined("holdings", lambda own, i: _shifted_holdings(own, first_tile[i], first["reductions"][i])),
+            fetches=joined("fetches", lambda own, i: _shifted_fetches(own, first["holdings"][i], first_tile)),
+            messages=joined(
+                "messages", lambda own, i: [replace(m, parts=_shifted_parts(m.parts, first["fetches"][i])) for m in own.messages]
             ),
-            fetches=tuple(
-                fetch for own, holding in zip(found, first_holding, strict=True) for fetch in _shifted_fetches(own, holding, first_tile)
+            exchanges=joined(
+                "exchanges", lambda own, i: [replace(e, parts=_shifted_parts(e.parts, first["fetches"][i])) for e in own.exchanges]
             ),
-            messages=tuple(
-                Message(m.source, m.target, _shifted_parts(m.parts, first))
-                for own, first in zip(found, first_fetch, strict=True)
-                for m in own.messages
-            ),
-            exchanges=tuple(
-                Exchange(e.pattern, e.tensor, e.devices, _shifted_parts(e.parts, first))
-                for own, first in zip(found, first_fetch, strict=True)
-                for e in own.exchanges
-            ),
-            reductions=tuple(
-                Reduction(r.operator, r.output, r.replica, r.box, tuple([first + t for t in r.tiles]), r.devices, r.cells)
-                for own, first in zip(found, first_tile, strict=True)
-                for r in own.reductions
+            reductions=joined(
+                "reductions", lambda own, i: [replace(r, tiles=tuple([first_tile[i] + t for t in r.tiles])) for r in own.reductions]
             ),
             shards=shards,
             syncs=syncs,
@@ -230,7 +232,7 @@ class PlanBuilder:
         if strategy.microbatches != self.microbatches:
             return self._other(strategy.microbatches).delivery(position, strategy)
         own, *readers = (_divided(strategy.operators[self.graph.operators[p].name]) for p in (position, *self._readers[position]))
-        return self._delivery(position, own, tuple(readers))
+        return self._delivery(position, own, tuple(readers)).own
 
     def sums(self, strategy: Strategy) -> Sums:
         """Who sums what by a legal strategy in one micro-batch, without a plan: of operators that are alike and placed alike once."""
@@ -267,6 +269,33 @@ class PlanBuilder:
         holders = _holders(self.graph, position, holdings)
         return OperatorPart(tiles, reductions, holdings, holders, _reads(self.graph, position, tiles))
 
+    def _find_kinds(self) -> list[Hashable]:
+        """By operator, a value that is equal for those of which tiles and deliveries differ in names alone."""
+        whole = self.graph.copies_of
+        of_whole = self._alike() if whole is None else alike_operators(whole)
+        sparse = {position for name in self.graph.sparse for position, _ in self.graph.parameter_users.get(name, ())}
+        kinds = enumerate(zip(self._alike(), of_whole, self._cut.factors, strict=True))
+        return [(position if position in sparse else -1, position in self.graph.epilogue, *kind) for position, kind in kinds]
+
+    def _place(self, position: int, config: OpConfig, readers: tuple[OpConfig, ...]) -> PlacedDelivery:
+        """The operator's delivery, like one that is known if there is any."""
+        kinds, places = self._kinds(), (position, *self._readers[position])
+        devices, lying = self._lying(config.devices, *(own.devices for own in readers))
+        split = tuple([(own.degrees, own.replicas, own.shares) for own in (config, *readers)])
+        key = tuple([kinds[own] for own in places]), self._links[position], split, lying
+        like = self._likes.get(key)
+        if like is None:
+            like = self._likes[key] = self._make_delivery(position, config, readers)
+        theirs, ours = ([out.tensor for out in self.graph.operators[own].outputs] for own in (like.position, position))
+        return PlacedDelivery(like, position, places[1:], devices, dict(zip(theirs, ours, strict=True)))
+
+    def _lie(self, *devices: tuple[int, ...]) -> tuple[tuple[int, ...], Hashable]:
+        """All of these devices, ascending, and how they lie: which are the same in these rows, and how far they are from each other."""
+        found = tuple(sorted({device for own in devices for device in own}))
+        place = {device: number for number, device in enumerate(found)}
+        apart = tuple([tuple([self._distances(device)[other] for other in found]) for device in found])
+        return found, (tuple([tuple([place[device] for device in own]) for own in devices]), apart)
+
     def _make_delivery(self, position: int, config: OpConfig, readers: tuple[OpConfig, ...]) -> Delivery:
         """Choose the form of the operator's sums, and fetch what its readers need.
 
@@ -286,7 +315,10 @@ class PlanBuilder:
             for (tensor, box, device), consumers in reads.items()
         )
         carriers = Carriers(self.graph.tensors, fetches, part.tiles, holdings, reductions)
-        return Delivery(part.tiles, reductions, holdings, fetches, tuple(carriers.messages), tuple(carriers.exchanges))
+        read = {reader: self._part(reader, own).tiles for reader, own in zip(self._readers[position], readers, strict=True)}
+        devices, _ = self._lying(config.devices, *(own.devices for own in readers))
+        moved = tuple(carriers.messages), tuple(carriers.exchanges)
+        return Delivery(part.tiles, reductions, holdings, fetches, *moved, position, read, devices)
 
     def _scattered(self, reduction: Reduction, reads: Mapping[Region, Sequence[Reader]]) -> Reduction:
         """The reduction as a reduce-scatter if that moves fewer bytes to the readers on its devices, else as it is."""
@@ -321,6 +353,23 @@ class PlanBuilder:
         return tuple(self.topology.distance(source, device) for source in range(self.topology.device_count))
 
     def _make_cells(self, parameter: str, configs: tuple[tuple[int, OpConfig], ...]) -> tuple[Cell, ...]:
+        """``_cut_parameter``, of one that a single operator reads like that of one which is alike on devices that lie alike."""
+        if len(configs) != 1:
+            return self._cut_parameter(parameter, configs)
+        ((position, config),) = configs
+        places = tuple([k for k, operand in enumerate(self.graph.operators[position].parameters) if operand.tensor == parameter])
+        devices, lying = self._lying(config.devices)
+        key = self._kinds()[position], places, config.degrees, config.replicas, config.shares, lying
+        if key not in self._cut_alike:
+            self._cut_alike[key] = devices, self._cut_parameter(parameter, configs)
+        theirs, found = self._cut_alike[key]
+        on = dict(zip(theirs, devices, strict=True))
+        return tuple([
+            (box, tuple([on[device] for device in own]), tuple([(position, tile, place) for _, tile, place in uses]))
+            for box, own, uses in found
+        ])  # fmt: skip
+
+    def _cut_parameter(self, parameter: str, configs: tuple[tuple[int, OpConfig], ...]) -> tuple[Cell, ...]:
         """Cut a parameter along the borders of all regions that tiles of these operators read."""
         needed: dict[Box, list[tuple[int, int, int, int]]] = {}
         for position, config in configs:
@@ -356,7 +405,7 @@ def build_plan(graph: OperatorGraph, strategy: Strategy, topology: Topology) -> 
 
 
 def _offsets(counts: Sequence[int]) -> tuple[int, ...]:
-    return tuple(accumulate(counts, initial=0))[:-1]
+    return tuple(accumulate(counts, initial=0))
 
 
 def _reductions(cut: MicroBatches, position: int, config: OpConfig, tiles: Sequence[Tile]) -> Iterator[Reduction]:
@@ -411,6 +460,12 @@ def _readers(graph: OperatorGraph, position: int) -> tuple[int, ...]:
     """The operators that read an operator's outputs, in order."""
     outputs = graph.operators[position].outputs
     return tuple(sorted({reader for out in outputs for reader, _ in graph.consumers.get(out.tensor, ())}))
+
+
+def _links(graph: OperatorGraph, position: int, readers: Iterable[int]) -> Hashable:
+    """Which inputs of its readers are which outputs of an operator."""
+    made = {out.tensor: place for place, out in enumerate(graph.operators[position].outputs)}
+    return tuple([tuple([made.get(operand.tensor) for operand in graph.operators[reader].inputs]) for reader in readers])
 
 
 def _reads(graph: OperatorGraph, position: int, tiles: Sequence[Tile]) -> tuple[Read, ...]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from math import prod
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,17 +19,16 @@ from torch.export import ExportedProgram
 from soap import api
 from soap.cluster.kinds import run_kind
 from soap.cluster.topology import Topology
-from soap.errors import RuntimeFailure, SoapError
+from soap.errors import RuntimeFailure
 from soap.model.graph import OperatorGraph
 from soap.model.sparse_shares import with_alphas
 from soap.plan.compression.training import PlannedTraining
 from soap.plan.running.forward_order import ExecutionOrder
 from soap.runner.config import RunnerConfig
-from soap.runner.partitioner import groups
-from soap.runner.sharding import rank_and_count
+from soap.runner.sharding import groups, rank_and_count
 from soap.runner.tuning import served_sparse, tune
-from soap.runtime.checkpoint.folder import complete
-from soap.runtime.comm import signs
+from soap.runtime.checkpoint.manifest import complete
+from soap.runtime.comm.handing_out import from_first
 from soap.runtime.comm.packing import plain
 from soap.runtime.comm.redistribute import Communicator
 from soap.runtime.comm.world import close_world, open_world
@@ -252,7 +251,6 @@ def _multiply(factor: int) -> Any:
     return before
 
 
-T = TypeVar("T")
 Batch = torch.Tensor | Sequence[torch.Tensor] | Mapping[str, torch.Tensor]
 """Arguments of the module's ``forward``: one tensor, several in order, or tensors by name."""
 
@@ -369,7 +367,7 @@ class Runner:
             from soap.runner.stale import StaleTraining
 
             traced = self._traced(tensors, named)
-            self._on_first(lambda: self._judge(*traced))
+            from_first(lambda: self._judge(*traced))
             self._stale = StaleTraining(traced[0], self.world, self.config)
         return self._stale.step(tensors if named is None else [named[name] for name in self._names])
 
@@ -383,27 +381,12 @@ class Runner:
             self._judge(model, exported, example)
             return planned(model.graph, self.topology, config, groups(self.model))
 
-        return self._on_first(plan)
+        return from_first(plan)
 
     def _judge(self, model: TracedModel, exported: ExportedProgram, example: Example) -> None:
         judge = eager_judge(example) if self.config.verify else None
         if judge is not None:
             judge(exported, model)
-
-    def _on_first(self, ask: Callable[[], T]) -> T:
-        """What rank 0 answers, on all ranks; its errors, too."""
-        answer: list[Any] = [None]
-        if self.world.rank == 0:
-            try:
-                answer[0] = ask()
-            except SoapError as error:
-                answer[0] = error
-        signs.meet()  # it may search, or compare with a step of the module's own
-        dist.broadcast_object_list(answer, 0)
-        if isinstance(answer[0], SoapError):
-            raise answer[0]
-        found: T = answer[0]
-        return found
 
     def _save(self, trainer: Trainer) -> None:
         assert self.config.checkpoint is not None

@@ -17,11 +17,11 @@ import torch.distributed as dist
 
 from soap.elastic.cut import Cut
 from soap.elastic.layout import lay_out
-from soap.elastic.owners import Owners, whole
-from soap.elastic.server_actor import Keeping, Server
-from soap.elastic.worker import InMemory, Source, Worker
+from soap.elastic.store import Keeping, Server
+from soap.elastic.worker import InMemory, Owners, Source, Worker
 from soap.runner.config import RunnerConfig
 from soap.runtime.comm import signs
+from soap.runtime.comm.handing_out import from_first
 from soap.runtime.comm.world import World, own_address
 from soap.strategy.consistency import parse
 from soap.tracing.execute import TracedModel
@@ -95,9 +95,8 @@ class StaleTraining:
 
     def __init__(self, model: TracedModel, world: World, config: RunnerConfig) -> None:
         cut = Cut(model)
-        tables, dense = ({name: model.graph.tensors[name].shape for name in names} for names in (cut.tables, cut.dense))
-        self._layout, self._world = lay_out(tables, dense, world.size), world
-        self._secret, run = _from_first((secrets.token_bytes(32), secrets.token_hex(8)))
+        self._layout, self._world = lay_out(*cut.shapes, world.size), world
+        self._secret, run = from_first(lambda: (secrets.token_bytes(32), secrets.token_hex(8)))
         initial = self._from_first_rank(model.parameters)
         frozen = {name: self._shared(model.parameters[name]) for name in cut.frozen}
         model.parameters = {name: value.detach() for name, value in model.parameters.items()} | frozen
@@ -131,12 +130,7 @@ class StaleTraining:
         signs.meet()  # all have pushed
         found: dict[str, torch.Tensor] = {}
         if self._world.rank == 0:
-            owners = Owners(self._layout, self._addresses.__getitem__, self._secret)
-            try:
-                found = {name: whole(places, owners.values(places)) for name, places in self._layout.tables.items()}
-                found.update(owners.pull())
-            finally:
-                owners.close()
+            found = Owners(self._layout, self._addresses.__getitem__, self._secret).parameters()
         signs.meet()
         return found
 
@@ -174,10 +168,3 @@ class StaleTraining:
     def _on_wire(self, value: torch.Tensor) -> torch.Tensor:
         """Where the backend can send it."""
         return value.detach().contiguous().to(self._world.device if self._world.backend == "nccl" else "cpu")
-
-
-def _from_first(value: Any) -> Any:
-    """Rank 0's value."""
-    held = [value]
-    dist.broadcast_object_list(held, 0)
-    return held[0]

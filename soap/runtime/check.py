@@ -27,9 +27,8 @@ from soap.runtime.sync.compressed import hosts_sum, peer_of
 from soap.runtime.sync.row_update import Updater
 from soap.runtime.sync.shards import run_dtype
 from soap.runtime.trainer import Trainer
-from soap.runtime.updates.optimizers import Optimizers
+from soap.runtime.updates.optimizers import Optimizers, Schedule
 from soap.runtime.updates.parts import trainable_shapes
-from soap.runtime.updates.schedules import Schedule
 from soap.tracing.calls import TileContext
 from soap.tracing.execute import TracedModel
 

@@ -24,7 +24,7 @@ from soap.model.regions import volume
 from soap.plan.plan import Plan
 from soap.plan.running.forward_order import ExecutionOrder
 from soap.plan.syncs.compressed import compressed_names
-from soap.runtime.checkpoint.weights import home_of, whole_buffers, whole_parameters
+from soap.runtime.checkpoint.storage import home_of, whole_buffers, whole_parameters
 from soap.runtime.comm.position import HERE
 from soap.runtime.comm.redistribute import Communicator, Traffic
 from soap.runtime.comm.world import close_world, open_world
@@ -41,6 +41,7 @@ from soap.runtime.system.memory_room import MemoryRoom, room_within, stored_byte
 from soap.runtime.trace import Event, Recorder, join_events
 from soap.runtime.training_options import DEFAULT_TRAINING, StepMetrics, TrainingKeywords, TrainingOptions
 from soap.runtime.updates.loss_scaling import LossScaler, require_clippable, require_scalable
+from soap.runtime.updates.optimizers import Schedule
 from soap.runtime.updates.parts import (
     Offloading,
     joined_names,
@@ -50,7 +51,6 @@ from soap.runtime.updates.parts import (
     require_possible,
     trainable_shapes,
 )
-from soap.runtime.updates.schedules import Schedule
 from soap.runtime.updates.trial import Tried, try_optimizer
 from soap.simulator.memory.peaks import memory_use
 from soap.strategy.config import Strategy
@@ -332,7 +332,7 @@ class Trainer:
     def save_weights(self, folder: str | Path, names: Mapping[str, str] | None = None) -> Path:
         """Write all parameters and buffers as safetensors into a folder, on all ranks at once; rank 0 has one at a time. ``names``: other
         names to write. RuntimeFailure if they cannot be written, or the folder has weights already."""
-        from soap.runtime.checkpoint.weights import save_weights
+        from soap.runtime.checkpoint.storage import save_weights
 
         return save_weights(self, Path(folder), names or {})
 

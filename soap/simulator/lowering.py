@@ -205,7 +205,7 @@ class _Lowering:
                 if position in self.plan.divided:
                     self.weights_tasks[index] = self._compute(tile, TaskKind.WEIGHTS, (self.backward_tasks[index],))
 
-    def _tiles(self, position: int) -> tuple[Tile, ...]:
+    def _tiles(self, position: int) -> Sequence[Tile]:
         first = self.plan.first_tile
         stop = first[position + 1] if position + 1 < len(first) else len(self.plan.tiles)
         return self.plan.tiles[first[position] : stop]

@@ -36,6 +36,7 @@ from soap.simulator.reference import simulate
 from soap.simulator.tasks import Schedule, TaskGraph, TaskKind
 from soap.simulator.throughput import Throughput, throughput
 from soap.strategy.config import Strategy
+from soap.strategy.named import DATA_PARALLEL, named
 
 if TYPE_CHECKING:
     from soap.simulator.engine import Engine
@@ -197,6 +198,11 @@ class Simulator:
         from soap.simulator.shared import Shared  # imports numba
 
         return Shared(self.graph, self.topology, self.costs, self.training, self.communication)
+
+    @cached_property
+    def data_parallel(self) -> Strategy:
+        """Data parallelism over all devices, with which plans are compared."""
+        return named(DATA_PARALLEL, self.graph, self.topology)
 
     @property
     def costs_hash(self) -> str:

@@ -14,6 +14,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import repeat
 from math import prod
 from typing import Any
@@ -253,6 +254,10 @@ def compact_devices(devices: Sequence[int]) -> list[int | str]:
     return items
 
 
+_compact = lru_cache(1024)(compact_devices)
+"""Layers that repeat have the same devices."""
+
+
 def expand_devices(items: Iterable[int | str], numbers: Mapping[str, int], limit: int) -> tuple[int, ...]:
     """The reverse of ``compact_devices``. ``numbers``: device name -> number; a name may stand for its number.
 
@@ -303,7 +308,7 @@ def _operator_entry(op: Operator, config: OpConfig) -> dict[str, Any]:
         "sizes": {factor.name: factor.size for factor in op.factors},
         **({"degrees": degrees} if degrees else {}),
         **written(config, OPERATOR_FIELDS, ("degrees", "devices")),
-        "devices": compact_devices(config.devices),
+        "devices": _compact(config.devices),
     }
 
 

@@ -95,7 +95,7 @@ class Program:
     state: dict[str, str] = field(default_factory=dict)
     """Value name -> state-dict name of the buffers that calls read and change: their values when the step begins."""
     kept: tuple[str, ...] = ()
-    """Values that a step computes beside the loss though no call reads them: what keeps the state (``rules.state``)."""
+    """Values that a step computes beside the loss though no call reads them: what keeps the state (``rules.norm``)."""
     end_step: list[Call] = field(default_factory=list)
     """Calls that update buffers independently of any tensor (step counters)."""
     stuck: dict[str, str] = field(default_factory=dict)

@@ -31,7 +31,7 @@ from soap.tracing.calls import Call, Ref, TileContext, Value, argument, is_rando
 from soap.tracing.rules.linear import added_to_bias, first_bias
 from soap.tracing.rules.notation import Local, Maps, Tiled
 from soap.tracing.rules.random import seeded
-from soap.tracing.trial_device import is_on_gpu, stands_for_gpu
+from soap.tracing.torch_parts import is_on_gpu, stands_for_gpu
 from soap.tracing.types import LOWER_TYPES, wide
 
 

@@ -17,7 +17,7 @@ from soap.errors import ModelError
 from soap.tracing.calls import BufferRef, Call, Program, Ref, Value, is_random, renamed, substitute, walk
 from soap.tracing.nodes import NodeReader, plain
 from soap.tracing.rules import tiled
-from soap.tracing.rules.registry import target_name
+from soap.tracing.rules.notation import target_name
 
 OWN_GRADIENTS = {"embedding", "embedding_bag", "_embedding_bag"}
 """Calls whose gradient depends on options that their parts do not have (``scale_grad_by_freq``, ``padding_idx``)."""

@@ -23,10 +23,9 @@ from soap.tracing.compiled import CompiledTile, OperatorProgram
 from soap.tracing.labels import read_apart
 from soap.tracing.record import ExportRecord
 from soap.tracing.rules import tiled
-from soap.tracing.rules.norm import batch_norm_apply, batch_norm_local, move_running_statistics, moves_statistics
+from soap.tracing.rules.norm import batch_norm_apply, batch_norm_local, keep_state, move_running_statistics, moves_statistics
 from soap.tracing.rules.notation import Local
 from soap.tracing.rules.random import seeded
-from soap.tracing.rules.state import keep_state
 
 _LOOK_UPS = {"embedding", "embedding_bag"}
 _LABELS = {"cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"}

@@ -15,8 +15,7 @@ import torch
 from soap.errors import ModelError, first_line
 from soap.model.graph import KEEP_STATE, NEXT_STATE
 from soap.tracing.calls import Call, Program, argument, is_random, needed, results_of, with_argument
-from soap.tracing.rules.notation import broadcast_shape
-from soap.tracing.rules.registry import is_pointwise
+from soap.tracing.rules.notation import broadcast_shape, is_pointwise
 from soap.tracing.without_values import REMEDY
 
 LARGEST_BYTES = 2**28

@@ -26,7 +26,7 @@ from soap.tracing.calls import BufferRef, Ref, TileContext, substitute
 from soap.tracing.execute import TracedModel, given
 from soap.tracing.part_footprints import PartFootprints, Parts
 from soap.tracing.products import is_product
-from soap.tracing.trial_device import as_on_gpus
+from soap.tracing.torch_parts import as_on_gpus
 
 REALLY_RUN_FLOPS = 2**32
 """Recurrent layers keep a workspace that shows only where they really run. They run at import if they take at most so many

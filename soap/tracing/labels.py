@@ -16,7 +16,7 @@ from soap.model.sparse_access import Lookup, RowAccess, uniform
 from soap.tracing.aliasing import may_alias
 from soap.tracing.calls import Call, Program, Value
 from soap.tracing.compiled import OperatorProgram, ProgramStep
-from soap.tracing.match import Group
+from soap.tracing.fuse import Group
 
 
 def gradients(program: Program, trainable: Mapping[str, bool]) -> set[str]:

@@ -18,7 +18,7 @@ from soap.model.regions import volume, whole
 from soap.tracing.calls import Call, Ref, Value, results_of
 from soap.tracing.compiled import OperatorProgram, ProgramStep
 from soap.tracing.execute import TracedModel
-from soap.tracing.match import compose_all, simplified, unsplit
+from soap.tracing.fuse import compose_all, simplified, unsplit
 from soap.tracing.rules.notation import Maps
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from soap.tracing.calls import Program
-from soap.tracing.match import Group, Step
+from soap.tracing.fuse import Group, Step
 
 
 def anchor(group: Group) -> Step:

@@ -16,7 +16,7 @@ from math import prod
 import torch
 
 from soap.errors import ModelError
-from soap.weights.seam import Kind
+from soap.weights.fitting import Kind
 
 PREFIX = "init:"
 EXPECTED = "init:normal:STD or init:fan_in, with @SEED behind it or without, such as init:normal:0.02@7"

@@ -1,19 +1,43 @@
-"""Weights in safetensors files: one file, or a folder as Hugging Face writes it, with an index if there are several files."""
+"""Weights in safetensors files: one file, or a folder as Hugging Face writes it, with an index if there are several files.
+
+Writing weights as safetensors, one tensor after the other, so that only one is in memory; as Hugging Face names the files.
+
+The format: eight bytes with the header's length, the header (JSON: type, shape and place of each tensor), then the tensors end to end.
+"""
 
 from __future__ import annotations
 
+import json
+import struct
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from soap.errors import ModelError, SoapWarning, first_line
-from soap.files import read_text
+from soap.errors import ModelError, SoapError, SoapWarning, first_line
+from soap.files import check_writable, read_text, reason, write_parts_atomically, write_text_atomically
 from soap.strategy.json_text import parse_json
-from soap.weights.places import INDEX, SINGLE, SUFFIX
-from soap.weights.seam import Kind
+from soap.weights.fitting import Kind
+
+SUFFIX = ".safetensors"
+SINGLE = f"model{SUFFIX}"
+INDEX = f"{SINGLE}.index.json"
+
+
+def check_place_of_weights(folder: Path) -> None:
+    """Make the folder. SoapError in one line if weights could not be written there, or some are there: two sets would be taken for one."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        known = sorted(path.name for path in folder.iterdir() if path.name == INDEX or path.suffix == SUFFIX)
+    except OSError as cause:
+        raise SoapError(f"cannot write weights into {str(folder)!r}: {reason(cause)}; choose another folder") from None
+    if known:
+        raise SoapError(f"folder {str(folder)!r} has weights already ({known[0]}); choose another folder, or remove them")
+    check_writable(folder / SINGLE)
+
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64, "I32": torch.int32,
@@ -96,3 +120,67 @@ def _indexed(folder: Path) -> dict[Path, frozenset[str]]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(f"index of weights {str(folder / INDEX)!r} is no index ({first_line(error)}); expected a weight_map") from None
     return {folder / file: frozenset(names) for file, names in by_file.items()}
+
+
+FILE_BYTES = 5 * 10**9
+"""A file has at most so many, unless a single tensor has more."""
+_WORDS = {dtype: word for word, dtype in DTYPES.items()}
+_ALIGNMENT = 8
+
+
+def write_weights(folder: Path, kinds: Mapping[str, Kind], tensors: Iterable[torch.Tensor], file_bytes: int = FILE_BYTES) -> None:
+    """Write tensors, which come in the order of ``kinds``, into a folder that exists. SoapError in one line if that fails: then what is
+    there is no set of weights, since the index is written last, or the only file is not there."""
+    groups = _grouped(kinds, file_bytes)
+    coming = iter(tensors)
+    if len(groups) == 1:
+        _write(folder / SINGLE, groups[0], coming)
+        return
+    names = [f"model-{number + 1:05}-of-{len(groups):05}{SUFFIX}" for number in range(len(groups))]
+    for name, group in zip(names, groups, strict=True):
+        _write(folder / name, group, coming)
+    places = {tensor: name for name, group in zip(names, groups, strict=True) for tensor in group}
+    total = sum(map(_size, kinds.values()))
+    write_text_atomically(folder / INDEX, json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2) + "\n")
+
+
+def require_writable(kinds: Mapping[str, Kind]) -> None:
+    """SoapError in one line if the format has no such type."""
+    for name, kind in kinds.items():
+        if kind.dtype not in _WORDS:
+            raise SoapError(f"weights: {name!r} has type {kind.dtype}, which safetensors files cannot have; expected {', '.join(DTYPES)}")
+
+
+def _grouped(kinds: Mapping[str, Kind], file_bytes: int) -> list[dict[str, Kind]]:
+    groups: list[dict[str, Kind]] = [{}]
+    room = file_bytes
+    for name, kind in kinds.items():
+        if groups[-1] and _size(kind) > room:
+            groups.append({})
+            room = file_bytes
+        groups[-1][name] = kind
+        room -= _size(kind)
+    return groups
+
+
+def _size(kind: Kind) -> int:
+    return prod(kind.shape) * kind.dtype.itemsize
+
+
+def _write(path: Path, kinds: Mapping[str, Kind], tensors: Iterator[torch.Tensor]) -> None:
+    write_parts_atomically(path, _parts(kinds, tensors))
+
+
+def _parts(kinds: Mapping[str, Kind], tensors: Iterator[torch.Tensor]) -> Iterator[bytes | memoryview]:
+    header, place = {"__metadata__": {"format": "pt"}}, 0
+    for name, kind in kinds.items():
+        entry = {"dtype": _WORDS[kind.dtype], "shape": [*kind.shape], "data_offsets": [place, place + _size(kind)]}
+        header[name] = entry  # type: ignore[assignment]
+        place += _size(kind)
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    yield struct.pack("<Q", len(text)) + text
+    for kind in kinds.values():
+        tensor = next(tensors).detach().cpu()
+        assert (tuple(tensor.shape), tensor.dtype) == kind
+        yield tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data

@@ -6,15 +6,15 @@ import shutil
 
 import pytest
 
-import soap
 from soap.profiles.store import default_path
 
 
-def use_own_store(cluster: str, monkeypatch: pytest.MonkeyPatch, folders: pytest.TempPathFactory) -> None:
-    """An empty store for the test that asks; this machine's rates as ``cluster`` are measured once for all tests."""
-    soap.load_cluster(cluster)
+def use_own_store(monkeypatch: pytest.MonkeyPatch, folders: pytest.TempPathFactory) -> None:
+    """An empty store for the test that asks, with this machine's rates and the machine code of all tests."""
     common, own = default_path().parent, folders.mktemp("cache")
     monkeypatch.setenv("XDG_CACHE_HOME", str(own))
     (own / "soap").mkdir()
     for path in common.glob("machine-*.json"):
         shutil.copy(path, own / "soap")
+    if (common / "machine_code").exists():
+        (own / "soap" / "machine_code").symlink_to(common / "machine_code")

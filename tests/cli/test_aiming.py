@@ -55,7 +55,7 @@ class Aimed:
 
 @pytest.fixture(autouse=True)
 def own_store(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    use_own_store(CLUSTER, monkeypatch, tmp_path_factory)
+    use_own_store(monkeypatch, tmp_path_factory)
 
 
 def unknown() -> list[Wanted]:

@@ -15,9 +15,8 @@ import pytest
 
 import soap
 from soap import api
-from soap.cli import at_hand, first_measuring, links, measuring, verification, wanted
-from soap.cli.at_hand import Wish, wish
-from soap.cli.first_measuring import DEFAULT_S, LINKS_SHARE, measure_first
+from soap.cli import first_measuring, links, measuring, verification, wanted
+from soap.cli.first_measuring import DEFAULT_S, LINKS_SHARE, Wish, measure_first, wish
 from soap.cli.search import main
 from soap.cli.verification import ASKED_S, DEFAULT_FINALISTS
 from soap.cli.wanted import Wanted
@@ -78,7 +77,7 @@ class MadeUp:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> MadeUp:
-    use_own_store(CLUSTER, monkeypatch, tmp_path_factory)
+    use_own_store(monkeypatch, tmp_path_factory)
     found = MadeUp()
     monkeypatch.setattr(first_measuring, "_links", found.measure_links)
     monkeypatch.setattr(first_measuring, "_computations", found.measure_computations)
@@ -230,7 +229,7 @@ def test_ctrl_c_while_verifying_leaves_what_was_chosen(made: MadeUp, tmp_path: P
 def test_a_model_too_large_for_this_machine_is_neither_measured_nor_run(
     tmp_path: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    use_own_store(CLUSTER, monkeypatch, tmp_path_factory)
+    use_own_store(monkeypatch, tmp_path_factory)
     monkeypatch.setattr(first_measuring, "_links", lambda *_: 0)
     monkeypatch.setattr(wanted, "free_memory_bytes", lambda: 1000)
     assert search(tmp_path / "s.json", "--verify", "0") == 0
@@ -283,7 +282,7 @@ USUAL = Wish(DEFAULT_S, DEFAULT_FINALISTS)
 def test_where_the_machines_are_at_hand(
     cluster: str, profile_s: float | None, finalists: int | None, costs: CostSource, expected: Wish, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(at_hand, "require_support", lambda: None)
+    monkeypatch.setattr(first_measuring, "require_support", lambda: None)
     assert wish(yaml_file.load_cluster(cluster), profile_s, finalists, costs) == expected
     as_rank(monkeypatch, 0, 2)
     assert wish(yaml_file.load_cluster(cluster), None, None, costs) == Wish()
@@ -293,13 +292,13 @@ def test_hosts_that_cannot_be_emulated_are_said_once(monkeypatch: pytest.MonkeyP
     def missing() -> None:
         raise RuntimeFailure("--emulate makes network namespaces, for which one has to be root")
 
-    monkeypatch.setattr(at_hand, "require_support", missing)
+    monkeypatch.setattr(first_measuring, "require_support", missing)
     topology = yaml_file.load_cluster(HOSTS)
     why = "nothing is measured or run: --emulate makes network namespaces, for which one has to be root"
     assert wish(topology, None, None, "auto") == Wish(problem=why)
     assert wish(topology, 0.0, 0, "auto") == Wish()
     with pytest.raises(RuntimeFailure, match="has to be root"):
-        at_hand.check_asked(HOSTS, 5.0, None, "auto")
+        first_measuring.check_asked(HOSTS, 5.0, None, "auto")
 
 
 @pytest.mark.parametrize(
@@ -319,7 +318,7 @@ def test_what_cannot_be_asked_for(options: list[str], code: int, words: list[str
 def test_it_really_measures_and_runs(
     tmp_path: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    use_own_store(CLUSTER, monkeypatch, tmp_path_factory)
+    use_own_store(monkeypatch, tmp_path_factory)
     keep(topology := soap.load_cluster(CLUSTER), slower=1.0)  # half a minute's measuring, which test_links has
     monkeypatch.setattr(first_measuring, "LEAST_VALUE", -1.0)  # never sure before anything is measured
     (place,) = environments(topology).values()

@@ -11,9 +11,8 @@ import pytest
 
 import soap
 from soap import api
-from soap.cli import calibration, profile, run, simulate
-from soap.cli.calibration import LEAST_TASKS, calibrate
-from soap.cli.compare import main
+from soap.cli import compare, profile, run, simulate
+from soap.cli.compare import LEAST_TASKS, calibrate, main
 from soap.cli.timelines import not_as_priced
 from soap.cli.training import Job
 from soap.cluster.emulated import emulated_topology, parse_emulated
@@ -40,7 +39,7 @@ GPU = GPUS.devices[0].type.name
 @pytest.fixture(autouse=True)
 def own_store(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Each test begins with an empty store; this machine's rates are measured once for all."""
-    use_own_store("local:2", monkeypatch, tmp_path_factory)
+    use_own_store(monkeypatch, tmp_path_factory)
 
 
 def todays_hash(topology: Topology = GPUS, optimizer_states: int = 0) -> str:
@@ -223,11 +222,11 @@ def test_runs_that_costs_are_not_of_say_so() -> None:
 
 
 def test_text_says_what_is_kept_and_what_is_not() -> None:
-    said = calibration.text(calibrate(*sides(), None))
+    said = compare.calibrated_text(calibrate(*sides(), None))
     assert said.startswith(f"kept for {HERE.text}:\n")
     assert "linear forward 10 0.000 ms 0.001 ms 1.000 1.500" in [" ".join(line.split()) for line in said.splitlines()]
     assert said.endswith(f"not corrected, as fewer than {LEAST_TASKS} tasks were measured: linear backward 5")
-    assert calibration.text([]) == "nothing is corrected: no computation was measured"
+    assert compare.calibrated_text([]) == "nothing is corrected: no computation was measured"
 
 
 def test_bad_usage_and_refusals_are_one_line_and_write_nothing(capsys: Capsys, tmp_path: Path) -> None:

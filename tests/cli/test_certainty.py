@@ -16,7 +16,7 @@ import pytest
 import soap
 from soap import api
 from soap.api import finding, outcome, predictions
-from soap.cli import certainty, simulate, stopping, two_plans
+from soap.cli import plan_summary, simulate, spare_plans, stopping
 from soap.cli.command import UsageError
 from soap.cli.search import HASTY_DRAWS, main
 from soap.cluster.topology import QUICKLY_MEASURED
@@ -101,12 +101,12 @@ def test_what_an_earlier_search_wrote_is_removed_and_nothing_else(tmp_path: Path
     found = api.find(MODEL, "h100-2", SearchOptions(budget=1, costs="estimate", starts=("data_parallel",)))
     found.save(safe, beside="s.json")
     found.save(fastest, beside="t.json")
-    two_plans.check(str(tmp_path / "other.json"), [str(safe)])
+    spare_plans.check_beside(str(tmp_path / "other.json"), [str(safe)])
     with pytest.raises(UsageError, match=r"was not written next to 's.json', and is where the fastest plan goes"):
-        two_plans.check(str(out), [])
+        spare_plans.check_beside(str(out), [])
     with pytest.raises(UsageError, match="where the safe plan goes, next to"):
-        two_plans.check(str(tmp_path / "x.json"), [str(tmp_path / "x.safe.json")])
-    two_plans.drop(str(out))
+        spare_plans.check_beside(str(tmp_path / "x.json"), [str(tmp_path / "x.safe.json")])
+    spare_plans.drop_beside(str(out))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["s.fastest.json"]
 
 
@@ -177,7 +177,7 @@ def test_a_step_that_takes_longer_than_its_tasks_moves_the_range_and_is_said() -
         assert longer[0] == pytest.approx(longer[1], rel=1e-5)  # of all plans alike
         assert geometric_mean(longer[0]) == pytest.approx(factor, rel=1e-4)
         assert [own.wins(whole[1]) for own in whole] == [own.wins(tasks[1]) for own in tasks]
-        said = certainty.text(found.range)
+        said = plan_summary.range_text(found.range)
         assert (f"steps here take {factor:.2f} times as long as their tasks" in said) == (name == "local:2")
     assert factor == 1.0
 
@@ -186,7 +186,7 @@ def decided(fastest: str, safe: str, wins: dict[str, float]) -> str:
     times = {"predicted_ns": 2_000_000, "mean_ns": 2_500_000, "time_ns": [1_000_000, 3_000_000]}
     plans = {name: {**times, "wins": share, "gain": [0.9, 1.2]} for name, share in wins.items()}
     found = {"answer": "fastest", "kept": fastest, "fastest": fastest, "safe": safe, "reference": "data_parallel", "plans": plans}
-    return certainty.decided_text({**found, "confidence": 0.9, "draws": 64}, at_hand=False)
+    return plan_summary.decided_text({**found, "confidence": 0.9, "draws": 64}, at_hand=False)
 
 
 def test_what_is_said_of_both_plans() -> None:

@@ -154,8 +154,8 @@ def test_what_cannot_be_asked(arguments: list[str], words: list[str], tmp_path: 
 
 @pytest.mark.slow
 def test_this_machine_is_neither_measured_nor_run(tmp_path: Path, capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("soap.cli.at_hand.profile", None)
-    monkeypatch.setattr("soap.cli.at_hand.verify", None)
+    monkeypatch.setattr("soap.cli.first_measuring.profile", None)
+    monkeypatch.setattr("soap.cli.first_measuring.verify", None)
     assert search(*clusters(SLOW, "local:2"), "-o", str(tmp_path / "s.json")) == 0
     assert capsys.readouterr().err == "soap-search: several clusters are compared by predictions: nothing is measured or run\n"
 

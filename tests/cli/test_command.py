@@ -6,15 +6,17 @@ import argparse
 import errno
 import io
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
-from soap.cli import schedule
+from soap.cli import schedule, start
 from soap.cli.command import Parser, one_line, run_command
 from soap.errors import (
     InfeasibleError,
@@ -23,6 +25,7 @@ from soap.errors import (
     RuntimeFailure,
     SoapError,
     StrategyError,
+    Terminated,
     TopologyError,
 )
 from soap.logs import NATIVE_LOG_LEVEL
@@ -207,3 +210,31 @@ def test_warnings_of_native_code_stay_off_standard_error(tmp_path: Path) -> None
     command = [sys.executable, "-m", "soap.cli.search", *arguments]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt, 130), (Terminated, 143)])
+def test_a_signal_while_modules_are_imported_ends_a_command_in_one_line(
+    error: type[KeyboardInterrupt], code: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(name: str) -> NoReturn:
+        assert name == "soap.cli.export_plan" and signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+        raise error
+
+    monkeypatch.setattr(start, "import_module", interrupted)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        assert start.export_plan() == code
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert capsys.readouterr().err == "soap-export-plan: interrupted\n"
+
+
+def test_sigterm_ends_a_command_as_ctrl_c_does(tmp_path: Path) -> None:
+    (tmp_path / "soap_waits.py").write_text(
+        "import os, signal\nfrom soap.cli import start\nfrom soap.cli.command import Parser, entry_point\n"
+        "def execute(args):\n    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "start.import_module = lambda name: type('Module', (), {'main': entry_point(lambda: Parser('soap-test', '', ''), execute)})\n"
+        "raise SystemExit(start.test())\n"
+    )
+    done = subprocess.run([sys.executable, str(tmp_path / "soap_waits.py")], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (143, "", "soap-test: interrupted\n")

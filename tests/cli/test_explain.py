@@ -10,7 +10,7 @@ import torch
 
 import soap
 from soap.cli.explanation import FACTORS_LEGEND, graph_document, graph_text
-from soap.cli.rows import LEGEND as SPARSE_LEGEND
+from soap.cli.inputs import LEGEND as SPARSE_LEGEND
 from soap.cli.search import main
 from soap.model.graph import Unsplit
 

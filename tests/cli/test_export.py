@@ -8,7 +8,7 @@ import torch
 
 from soap import api
 from soap.cli.export import drawn, example_input, main
-from soap.cli.named_calls import setting
+from soap.cli.updating import setting
 from tests.cli.refusals import assert_refused
 
 MODULE = '''

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from soap.cli import figures
+from soap.cli import plan_summary
 from soap.cli.simulate import main
 from soap.cluster.price import Price
 from soap.simulator.throughput import Throughput
@@ -23,13 +23,14 @@ from soap.simulator.throughput import Throughput
 )
 def test_line(price: Price | None, line: str) -> None:
     own = Throughput(64_820_000, 80, 80 * 256, 10**12, "float32", 3.76e13, price)
-    assert figures.text(figures.document(own)) == line
+    assert plan_summary.throughput_text(plan_summary.throughput_document(own)) == line
 
 
 def test_what_a_model_has_not_is_left_out() -> None:
     figure = Throughput(10**9, 3, None, 10**9, "float32", 1e12, Price(3600.0))
-    assert figures.text(figures.document(figure)) == "3 samples/s, MFU 0.1%, 333,333.33 per million samples"
-    assert figures.text(figures.document(Throughput(10**9, None, None, 10**6, "float32", 1e12))) == "MFU under 0.1%"
+    assert plan_summary.throughput_text(plan_summary.throughput_document(figure)) == "3 samples/s, MFU 0.1%, 333,333.33 per million samples"
+    none = Throughput(10**9, None, None, 10**6, "float32", 1e12)
+    assert plan_summary.throughput_text(plan_summary.throughput_document(none)) == "MFU under 0.1%"
 
 
 def test_simulate_reports_them(capsys: pytest.CaptureFixture[str]) -> None:
@@ -43,4 +44,4 @@ def test_simulate_reports_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert (found["arithmetic"], found["peak_flops_per_second"]) == ("float32", 8 * 67e12)
     assert found["price_per_hour"] is found["currency"] is found["cost_per_million_samples"] is found["cost_per_million_tokens"] is None
     assert main(command) == 0
-    assert f"  throughput           {figures.text(found)}\n" in capsys.readouterr().out
+    assert f"  throughput           {plan_summary.throughput_text(found)}\n" in capsys.readouterr().out

@@ -12,9 +12,8 @@ import pytest
 import torch
 
 import soap
-from soap.cli.batches import DrawnBatches
+from soap.cli.batches import Chronological, DrawnBatches, PartsOfSteps, lease_data
 from soap.cli.command import UsageError
-from soap.cli.lease_data import Chronological, PartsOfSteps, lease_data
 from soap.model.batch import sample_dims
 
 MODEL = "zoo:full_sparse:tiny"

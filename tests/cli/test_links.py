@@ -40,7 +40,7 @@ Capsys = pytest.CaptureFixture[str]
 @pytest.fixture(autouse=True)
 def own_store(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Each test begins with an empty store; this machine's rates are measured once for all."""
-    use_own_store(CLUSTER, monkeypatch, tmp_path_factory)
+    use_own_store(monkeypatch, tmp_path_factory)
 
 
 def told(capsys: Capsys, command: Sequence[str]) -> dict[str, Any]:

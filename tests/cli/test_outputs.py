@@ -18,7 +18,7 @@ import torch
 
 import soap
 from soap import outputs
-from soap.cli import command, export_plan, profile, report, simulate, step_log
+from soap.cli import checkpoints, command, export_plan, profile, report, simulate
 from soap.cli.command import Parser
 from soap.exported_plans.named import TARGETS
 from soap.profiles.exchange import export_profiles
@@ -45,7 +45,7 @@ NO_PATHS = {"GLOB", "KIND", "FIELD", "ADDRESS", "NAMES"}
 def commands() -> Iterator[tuple[str, list[str], Parser, Main]]:
     """Each command's name, the words it begins with, its parser and its entry point."""
     for name, place in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"].items():
-        module = importlib.import_module(place.partition(":")[0])
+        module = importlib.import_module(f"soap.cli.{place.partition(':')[2]}")
         yield name, [], module.make_parser(), module.main
     for verb, (make, _) in profile.VERBS.items():
         yield f"soap-profile {verb}", [verb], make(), profile.main
@@ -172,7 +172,7 @@ def write_own(folder: Path) -> dict[str, list[str]]:
     formats = ("png", "svg", "pdf")
     for suffix in formats:
         (folder / f"p.{suffix}").write_bytes(picture(Figure(figsize=(1, 1)), f"p.{suffix}"))
-    step_log.Lines(str(folder / "log"), after=0)(StepMetrics(1, 2.5, 0.1))
+    checkpoints.Lines(str(folder / "log"), after=0)(StepMetrics(1, 2.5, 0.1))
     soap.export(Module(), (torch.ones(3),), path=folder / "m.pt2", verify=False)
     names = ("1f1b", "zb-h1", "interleaved:2")
     for number, name in enumerate(names):

@@ -11,7 +11,7 @@ pytest.importorskip("bokeh", reason="reports need bokeh: pip install '.[report]'
 
 import soap
 from soap.cli import compare, diff, report, run, search, tune
-from soap.cli.preprocessed import simulator_of
+from soap.cli.inputs import simulator_of
 from soap.cli.report import main
 from soap.report import figures
 from soap.strategy.sync import parameter_server

@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.skipif(os.name != "posix", reason="signals"), pytest.m
 
 MODEL, CLUSTER = "zoo:gpt:tiny", "h100-2"
 PHASES: dict[str, tuple[Any, str, int]] = {
-    "reading": (search.rows, "load_graph", 1),
+    "reading": (search.inputs, "load_graph", 1),
     "the first start": (chains, "evaluated", 1),
     "another start": (chains, "evaluated", 2),
     "proposals": (chains._Run, "_show", 5),

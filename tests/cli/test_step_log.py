@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import soap
-from soap.cli import step_log
+from soap.cli import checkpoints
 from soap.cli.run import main
 from soap.errors import SoapError
 from soap.runtime.training_options import StepMetrics
@@ -56,23 +56,23 @@ def test_scalars_have_names() -> None:
 
 def test_lines_are_begun_anew_but_for_a_training_that_goes_on(tmp_path: Path) -> None:
     file = tmp_path / "log.jsonl"
-    first = step_log.logger(str(file), after=0)
+    first = checkpoints.logger(str(file), after=0)
     for step in (6, 7, 8, 9, 10):
         first(StepMetrics(step, 3.0, 0.25))
     with file.open("a") as stream:
         stream.write('{"step": 11, "lo')  # the rank was killed while it wrote
-    step_log.logger(str(file), after=7)(StepMetrics(8, 0.5, 0.25, (0.1,), None))
+    checkpoints.logger(str(file), after=7)(StepMetrics(8, 0.5, 0.25, (0.1,), None))
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert [line["step"] for line in lines] == [6, 7, 8]
     assert lines[-1] == {"step": 8, "loss": 0.5, "seconds": 0.25, "learning_rates": [0.1], "gradient_norm": None}
-    step_log.logger(str(file), after=8)(StepMetrics(9, 0.5, 0.25))
+    checkpoints.logger(str(file), after=8)(StepMetrics(9, 0.5, 0.25))
     assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [6, 7, 8, 9]
-    step_log.logger(str(file), after=0)
+    checkpoints.logger(str(file), after=0)
     assert file.read_text() == ""
 
 
 def test_a_full_disk_is_told_with_the_file_s_name(tmp_path: Path) -> None:
-    log = step_log.Lines(str(tmp_path / "log"), after=0)
+    log = checkpoints.Lines(str(tmp_path / "log"), after=0)
     log._path = "/dev/full"
     said = r"^cannot write log '/dev/full' of step 1: no space left on device; make room, and go on from the last checkpoint by --resume"
     with pytest.raises(SoapError, match=said):
@@ -81,8 +81,8 @@ def test_a_full_disk_is_told_with_the_file_s_name(tmp_path: Path) -> None:
 
 def test_no_half_a_line_is_left_where_the_disk_is_full(tmp_path: Path) -> None:
     program = (
-        "import resource, sys; from soap.cli import step_log; from soap.runtime.training_options import StepMetrics\n"
-        "log = step_log.Lines(sys.argv[1], after=0); log(StepMetrics(1, 2.0, 0.5))\n"
+        "import resource, sys; from soap.cli import checkpoints; from soap.runtime.training_options import StepMetrics\n"
+        "log = checkpoints.Lines(sys.argv[1], after=0); log(StepMetrics(1, 2.0, 0.5))\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100)); log(StepMetrics(2, 2.0, 0.5))"
     )
     done = subprocess.run([sys.executable, "-c", program, str(tmp_path / "log")], capture_output=True, text=True, timeout=120)
@@ -92,7 +92,7 @@ def test_no_half_a_line_is_left_where_the_disk_is_full(tmp_path: Path) -> None:
 
 def test_a_logger_of_the_user_s() -> None:
     SEEN.clear()
-    step_log.logger("tests.cli.test_step_log:collector", after=0)(StepMetrics(1, 2.0, 0.5))
+    checkpoints.logger("tests.cli.test_step_log:collector", after=0)(StepMetrics(1, 2.0, 0.5))
     import tests.cli.test_step_log as imported  # a second one, if pytest imports files by their paths
 
     assert [own.step for own in imported.SEEN] == [1]
@@ -108,7 +108,7 @@ def test_a_logger_of_the_user_s() -> None:
 )
 def test_what_is_no_logger_is_refused(name: str, message: str) -> None:
     with pytest.raises(SoapError, match=message):
-        step_log.logger(f"tests.cli.test_step_log:{name}", after=0)
+        checkpoints.logger(f"tests.cli.test_step_log:{name}", after=0)
 
 
 def test_a_file_that_cannot_be_written_is_refused_before_anything_starts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

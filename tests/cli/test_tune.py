@@ -18,8 +18,8 @@ import pytest
 
 import soap
 from soap.cli import tune
-from soap.cli.partition_runs import Trial
 from soap.cli.stopping import Stopping
+from soap.cli.trials import PartitionTrial
 from soap.cli.tune import main
 from soap.errors import RuntimeFailure, SoapError, StoppedBySignal
 from soap.runner.tuning import BATCHES, Range, Tuned, tuned_range
@@ -143,8 +143,8 @@ def test_partitions_are_at_most_the_rows() -> None:
     assert found == Range(tuple(TABLES), 2, 50)
 
 
-def trial() -> Trial:
-    return Trial(cast(Any, SimpleNamespace()), Range(("table",), 2, 4096), 1)
+def trial() -> PartitionTrial:
+    return PartitionTrial(cast(Any, SimpleNamespace()), Range(("table",), 2, 4096), 1)
 
 
 LACK = "rank 1 failed: killed by SIGKILL; is there enough memory?"
@@ -155,7 +155,7 @@ Launches = list[tuple[Sample, ...]]
 def launches(monkeypatch: pytest.MonkeyPatch, fail: Callable[[int], str | None], seen: Launches) -> None:
     """In place of ranks: runs take 1 s / P, and a launch ends at the first number of partitions of which ``fail`` says something."""
 
-    def start(job: object, hosts: object, entry: object, own: Trial) -> Tuning:
+    def start(job: object, hosts: object, entry: object, own: PartitionTrial) -> Tuning:
         seen.append(own.known)
         samples = list(own.known)
         while (partitions := next_partitions(samples, own.wanted.servers, own.wanted.most)) is not None:
@@ -210,7 +210,7 @@ def test_other_failures_end_the_command(monkeypatch: pytest.MonkeyPatch) -> None
     [(KeyboardInterrupt(), signal.SIGINT), (StoppedBySignal("all ranks have ended", signal.SIGTERM), signal.SIGTERM), (TimeIsUp(), None)],
 )
 def test_what_ends_the_runs_leaves_the_best_of_them(error: BaseException, number: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def start(job: object, hosts: object, entry: object, own: Trial) -> Tuning:
+    def start(job: object, hosts: object, entry: object, own: PartitionTrial) -> Tuning:
         assert own.notes is not None
         Path(own.notes).write_text("".join(json.dumps(line) + "\n" for line in [*lines, {"begun": 8}]))
         raise error

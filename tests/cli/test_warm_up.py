@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 import soap
-from soap.cli import warm_up
+from soap.cli import compressing
 from soap.cli.run import document, make_parser, prepare, text
 from soap.cli.search import main as search
 from soap.runtime.compression.dgc import WarmUp
@@ -38,7 +38,7 @@ def test_phases_of_a_warm_up() -> None:
 
 def test_each_phase_is_the_same_plan_at_its_density() -> None:
     simulator, strategy = planned(Rgc(0.001))
-    found = warm_up.document(simulator, strategy, (7, 3))
+    found = compressing.warm_up_document(simulator, strategy, (7, 3))
     assert [(own["steps"], own["density"]) for own in found] == [(7, None), (3, 0.25), (3, 0.0625), (3, 0.015625), (3, 0.00390625)]
     usual = soap.api.classical("data_parallel", simulator.graph, simulator.topology)
     assert found[0]["predicted_ns"] == simulator.run(usual).makespan_ns
@@ -46,17 +46,17 @@ def test_each_phase_is_the_same_plan_at_its_density() -> None:
     assert found[2]["predicted_ns"] == simulator.run(denser).makespan_ns
     times = [own["predicted_ns"] for own in found] + [simulator.run(strategy).makespan_ns]
     assert times[1:] == sorted(times[1:], reverse=True) and times[-1] < times[0]
-    line = warm_up.text(found[:2], times[-1])
+    line = compressing.warm_up_text(found[:2], times[-1])
     assert line.startswith("the first 7 steps that send everything take ") and ", then 3 steps at a density of 0.25 take " in line
     assert line.count(" each") == 2 and ", and then " in line
 
 
 def test_what_has_no_density_or_is_not_compressed_has_no_such_phase() -> None:
     simulator, strategy = planned(Bf16())
-    assert [own["density"] for own in warm_up.document(simulator, strategy, (7, 3))] == [None]
-    assert warm_up.document(simulator, strategy, (0, 0)) == []
+    assert [own["density"] for own in compressing.warm_up_document(simulator, strategy, (7, 3))] == [None]
+    assert compressing.warm_up_document(simulator, strategy, (0, 0)) == []
     usual = soap.api.classical("data_parallel", simulator.graph, simulator.topology)
-    assert warm_up.document(simulator, usual, (7, 3)) == []
+    assert compressing.warm_up_document(simulator, usual, (7, 3)) == []
 
 
 def test_commands_say_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

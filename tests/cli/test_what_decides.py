@@ -16,9 +16,8 @@ from soap import api
 from soap.api.informing import COMPRESSING, Matter, Thing
 from soap.cli import links as links_command
 from soap.cli import measuring, profile, run
-from soap.cli.profile import main
+from soap.cli.profile import Subject, command, main
 from soap.cli.wanted import wanted
-from soap.cli.what_decides import Subject, command
 from soap.cluster.presets import device_types, preset
 from soap.profiles.entries import Entry, Timing
 from soap.profiles.keys import Environment, environments, torch_version
@@ -34,7 +33,7 @@ SLOW = pytest.mark.slow
 
 @pytest.fixture(autouse=True)
 def own_store(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    use_own_store(LOCAL, monkeypatch, tmp_path_factory)
+    use_own_store(monkeypatch, tmp_path_factory)
 
 
 def saved(folder: Path, cluster: str, name: str = "model_parallel") -> str:

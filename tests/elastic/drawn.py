@@ -9,8 +9,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from soap.elastic.lookups import Lookups
-from soap.elastic.partitions import Partition, cut_at
+from soap.elastic.layout import Lookups, Partition, cut_at
 
 MOST_PARTS = 8
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
-from soap.elastic.partitions import cut
-from soap.elastic.shard import check_optimizer
+from soap.elastic.layout import cut
+from soap.elastic.snapshots import check_optimizer
 from tests.elastic.stores import Store
 
 ROWS = 200_000

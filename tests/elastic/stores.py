@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from soap.elastic import store
-from soap.elastic.lookups import Lookups
+from soap.elastic.layout import Lookups
 from soap.elastic.messages import Kind, Message
-from soap.elastic.shard import Gradient, ShardState
+from soap.elastic.snapshots import Gradient, ShardState
 from soap.runtime.sync.row_update import RowGradient
 
 

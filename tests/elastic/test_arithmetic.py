@@ -8,11 +8,10 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from soap.elastic import lookups as module
+from soap.elastic import layout as module
 from soap.elastic.faults import ElasticError
-from soap.elastic.lookups import Lookups, gradient_of_rows, means, sums_of_rows
-from soap.elastic.partitions import Partition, combine, cut, cut_at, divide, route
-from soap.elastic.shard import Shard
+from soap.elastic.layout import Lookups, Partition, combine, cut, cut_at, divide, gradient_of_rows, means, route, sums_of_rows
+from soap.elastic.snapshots import Shard
 from tests.elastic.drawn import batches, drawn, layers, matrix
 from tests.extent import MANY
 

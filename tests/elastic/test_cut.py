@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from soap.elastic.cut import Cut
 from soap.elastic.faults import ElasticError
-from soap.elastic.lookups import gradient_of_rows, sums_of_rows
+from soap.elastic.layout import gradient_of_rows, sums_of_rows
 from soap.tracing.execute import TracedModel
 from soap.tracing.load import load_model
 from tests.elastic.models import Ragged, exported, in_float64, ragged_inputs, whole_gradients

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import soap
-from soap.elastic import owners
+from soap.elastic import worker as owners
 from soap.elastic.messages import Kind, Message
 from soap.elastic.worker import Source, Worker
 from soap.zoo import build

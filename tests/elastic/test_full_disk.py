@@ -15,8 +15,8 @@ import torch
 
 from soap.elastic import snapshots, write_ahead
 from soap.elastic.faults import ElasticError
+from soap.elastic.layout import cut
 from soap.elastic.messages import Message
-from soap.elastic.partitions import cut
 from soap.errors import SoapWarning
 from soap.runtime.sync.row_update import RowGradient
 from tests.elastic.stores import Store

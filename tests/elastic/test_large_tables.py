@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 import torch
 from soap.elastic.layout import lay_out
-from soap.elastic.server_actor import Keeping
+from soap.elastic.store import Keeping
 from soap.elastic.worker import InMemory, Source, Worker
 
 def held():

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from soap.elastic.faults import ElasticError
 from soap.elastic.launcher import Options, Outcome, Run, train
+from soap.elastic.layout import TableCut
 from soap.elastic.leases import Dealer, Lease
-from soap.elastic.plan import TableCut
-from soap.elastic.server_actor import Keeping
 from soap.elastic.session import Session, module
+from soap.elastic.store import Keeping
 from soap.elastic.worker import InMemory, Report, Source
 from tests.elastic.models import Additive, additive_samples, exported, in_float64, trained_alone
 from tests.elastic.test_owners import samples

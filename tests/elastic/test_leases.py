@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from soap.elastic.faults import ElasticError
+from soap.elastic.layout import cut
 from soap.elastic.leases import Dealer, Finished, Lease, Ledger
-from soap.elastic.partitions import cut
-from soap.elastic.shard import Shard
+from soap.elastic.snapshots import Shard
 from tests.extent import MANY, USUAL
 
 WORKERS = st.integers(0, 3)

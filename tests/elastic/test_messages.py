@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from soap.elastic.faults import ElasticError
-from soap.elastic.lookups import Lookups
+from soap.elastic.layout import Lookups, cut, divide, route
 from soap.elastic.messages import Kind, Message, decode, encode, overhead_bytes, size_bytes
-from soap.elastic.partitions import cut, divide, route
 from soap.elastic.store import Store
 from tests.elastic.drawn import drawn
 from tests.extent import MANY

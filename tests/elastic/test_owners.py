@@ -12,16 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from soap.elastic import owners
+from soap.elastic import worker as owners
 from soap.elastic.faults import ElasticError
-from soap.elastic.layout import DENSE, Layout, lay_out, lay_out_planned
+from soap.elastic.layout import DENSE, Layout, TableCut, lay_out, lay_out_planned
 from soap.elastic.leases import Steps
 from soap.elastic.messages import Kind, Message, size_bytes
-from soap.elastic.owners import Owners, whole
-from soap.elastic.plan import TableCut
-from soap.elastic.server_actor import Keeping, Server
+from soap.elastic.store import Keeping, Server
 from soap.elastic.transport import HEADER
-from soap.elastic.worker import InMemory, Source, Worker
+from soap.elastic.worker import InMemory, Owners, Source, Worker, whole
 from soap.strategy.served import DENSE_SERVERS
 from tests.elastic.models import in_float64, trained_alone
 

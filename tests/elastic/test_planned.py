@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from soap.elastic.plan import ElasticPlan, TableCut
+from soap.elastic.layout import ElasticPlan, TableCut
 from soap.elastic.planned import in_order, options_of, plan_of, strategy_of
 from soap.errors import StrategyError
 from soap.model.graph import OperatorGraph

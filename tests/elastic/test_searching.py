@@ -9,7 +9,7 @@ import pytest
 from soap.cluster.topology import Topology
 from soap.elastic.faults import ElasticError
 from soap.elastic.searching import PlanSpace, Search, kinds
-from soap.elastic.simulation.unroll import Delays
+from soap.elastic.simulation.steady import Delays
 from soap.model.graph import OperatorGraph
 from soap.profiles.roofline import RooflineCosts
 from soap.strategy.consistency import parse

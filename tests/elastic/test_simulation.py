@@ -18,11 +18,9 @@ from benchmarks.sparse_designs import PublishedTraffic
 from soap.cluster.topology import Host
 from soap.elastic.cut import Cut
 from soap.elastic.faults import ElasticError
-from soap.elastic.plan import ElasticPlan
-from soap.elastic.simulation.design import Design, Lane, bipartite, design_of, fully_connected, naive
-from soap.elastic.simulation.steady import Period, Steady, rate_bound, rate_of, simulate
-from soap.elastic.simulation.traffic import Traffic, needs_of_graph
-from soap.elastic.simulation.unroll import Delays, required, unroll
+from soap.elastic.layout import ElasticPlan
+from soap.elastic.simulation.design import Design, Lane, Traffic, bipartite, design_of, fully_connected, naive, needs_of_graph
+from soap.elastic.simulation.steady import Delays, Period, Steady, rate_bound, rate_of, required, simulate, unroll
 from soap.elastic.simulation.work import EstimatedWork, Work
 from soap.elastic.worker import Worker
 from soap.model.graph import OperatorGraph

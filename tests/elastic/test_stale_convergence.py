@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.stale_convergence import SAMPLES, TABLE_ROWS, Judge, auc, inputs, page, seconds_to
+from benchmarks.stale_convergence import TABLE_ROWS, Judge, auc, inputs
 from soap.preprocessing.generate import draw_rows
 
 
@@ -29,11 +29,3 @@ def test_the_known_model_is_the_best_and_an_untrained_one_is_no_good() -> None:
     from benchmarks.stale_convergence import Clicks
 
     assert abs(Judge(made).judged(Clicks().state_dict()) - 0.5) < 0.1
-
-
-def test_page_shows_medians_and_when_an_auc_is_reached() -> None:
-    curves = [[[SAMPLES, 10.0, 0.7 + n / 100], [2 * SAMPLES, 20.0, 0.84]] for n in range(3)]
-    cells = [{"way": "async", "seed": n, "curve": own, "oracle": 0.85, "others": 0.1, "date": "2026-01-01"} for n, own in enumerate(curves)]
-    last = page(cells).splitlines()[-1]
-    assert last.count("0.7100 (0.7000 to 0.7200)") == 4 and last.endswith(f"| 0.8400 | {SAMPLES / 10:,.0f} | 20.0 |")
-    assert seconds_to(curves[0], 0.9) == float("inf")

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from soap.elastic.faults import ElasticError
+from soap.elastic.layout import cut
 from soap.elastic.leases import Dealer, Finished, Lease, Steps
-from soap.elastic.partitions import cut
-from soap.elastic.shard import ShardState, TooOld
+from soap.elastic.snapshots import ShardState, TooOld
 from soap.runtime.sync.row_update import RowGradient
 from tests.elastic.drawn import drawn
 from tests.elastic.stores import Store

@@ -19,10 +19,9 @@ from torch import Tensor
 
 from soap.elastic import snapshots
 from soap.elastic.faults import ElasticError
-from soap.elastic.lookups import Lookups
+from soap.elastic.layout import Lookups, Partition, cut, divide, route
 from soap.elastic.messages import Kind, Message
-from soap.elastic.partitions import Partition, cut, divide, route
-from soap.elastic.shard import Shard, ShardState, TooOld
+from soap.elastic.snapshots import Shard, ShardState, TooOld
 from soap.errors import SoapWarning
 from soap.runtime.sync.row_update import RowGradient
 from tests.elastic.drawn import batches, drawn

@@ -11,9 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from soap.elastic.clocks import Clocks, waves_needed
+from soap.elastic.clocks import Clocks, GlobalWeights, Push, WorkerWeights, waves_needed
 from soap.elastic.faults import ElasticError
-from soap.elastic.waves import GlobalWeights, Push, WorkerWeights
 from tests.elastic.drawn import most_missing
 from tests.extent import MANY
 

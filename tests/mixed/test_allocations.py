@@ -7,7 +7,7 @@ import pytest
 from soap.cluster.presets import preset
 from soap.cluster.yaml_file import parse_cluster
 from soap.elastic.faults import ElasticError
-from soap.mixed.allocations import POLICIES, Allocation, allocations, hybrid_distribution, policies
+from soap.mixed.partitioning import POLICIES, Allocation, allocations, hybrid_distribution, policies
 from tests.elastic.stars import star
 
 

@@ -23,8 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from soap.elastic.worker import Batches
 from soap.mixed.partitioning import Partitioner, WorkerPlan, copies_on_processors
-from soap.mixed.planned import strategy_of
-from soap.mixed.run.plan import WavePlan, wave_plan
+from soap.mixed.planned import WavePlan, strategy_of, wave_plan
 from soap.mixed.run.stage import Inbox, StageWork
 from soap.mixed.run.training import Job, _Rank, train
 from soap.profiles.roofline import RooflineCosts

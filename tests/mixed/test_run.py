@@ -17,8 +17,7 @@ from soap.elastic.messages import Kind, Message
 from soap.elastic.worker import Source
 from soap.errors import RuntimeFailure, StrategyError
 from soap.mixed.partitioning import Partitioner
-from soap.mixed.planned import strategy_of
-from soap.mixed.run.plan import WavePlan, wave_plan
+from soap.mixed.planned import WavePlan, strategy_of, wave_plan
 from soap.mixed.run.stage_program import Updates
 from soap.mixed.run.training import Job, Outcome, WaveServer, train
 from soap.profiles.roofline import RooflineCosts

@@ -10,9 +10,8 @@ from soap.cluster.fewer import without
 from soap.cluster.presets import preset
 from soap.cluster.topology import Topology
 from soap.elastic.faults import ElasticError
-from soap.mixed.allocations import POLICIES, Allocation, allocations, node_partition
-from soap.mixed.partitioning import host_bytes, placed
-from soap.mixed.searching import Finder
+from soap.mixed.partitioning import POLICIES, Allocation, allocations, host_bytes, node_partition, placed
+from soap.mixed.steady import Finder
 from soap.model.graph import OperatorGraph
 from soap.profiles.roofline import RooflineCosts
 from soap.tracing.load import load_model

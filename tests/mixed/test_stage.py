@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from soap.mixed.run.client import Client
-from soap.mixed.run.stage import Inbox, Item, Outbox, StageWork, What
+from soap.mixed.run.stage import Client, Inbox, Item, Outbox, StageWork, What
 from soap.mixed.run.stage_program import Begun, StageProgram, StageValues, Updates
 from soap.mixed.run.training import Desk
 from tests.mixed.test_run import FOUR, PAIR, plan_for

@@ -13,10 +13,8 @@ from hypothesis import strategies as st
 from soap.cluster.topology import Topology
 from soap.elastic.clocks import waves_needed
 from soap.elastic.faults import ElasticError
-from soap.elastic.simulation.steady import Period
-from soap.elastic.simulation.unroll import NO_DELAYS, Delays
-from soap.mixed.allocations import Allocation
-from soap.mixed.partitioning import Placement, Stage, WorkerPlan, placed
+from soap.elastic.simulation.steady import NO_DELAYS, Delays, Period
+from soap.mixed.partitioning import Allocation, Placement, Stage, WorkerPlan, placed
 from soap.mixed.steady import MixedSteady, Training, simulate
 from tests.elastic.drawn import most_missing
 from tests.elastic.stars import star

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader
 import soap
 from soap import api
 from soap.api.preprocessed import count_touched, measure_rows_of
+from soap.cli.inputs import sized
 from soap.cli.preprocess import main
-from soap.cli.preprocessed import sized
 from soap.data import Preprocessed
 from soap.errors import ModelError, SoapError
 

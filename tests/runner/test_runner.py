@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader
 
 import soap
 from soap.errors import RuntimeFailure
-from soap.runner.partitioner import groups
 from soap.runner.runner import adapted, alike
+from soap.runner.sharding import groups
 from soap.runner.tuning import Range, divided
 from soap.runtime.updates.optimizers import Recipe
 from soap.runtime.updates.trial import optimizer_states, try_optimizer

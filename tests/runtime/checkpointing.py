@@ -21,7 +21,7 @@ from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
 from soap.plan.plan import Plan
 from soap.runtime.checkpoint.checkpoint import read_state_dict
-from soap.runtime.checkpoint.folder import complete
+from soap.runtime.checkpoint.manifest import complete
 from soap.runtime.trainer import Trainer
 from soap.strategy.config import Strategy
 from tests.graph_builder import mlp

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import os
 import signal
 import tempfile
@@ -171,6 +172,7 @@ def _serve(rank: int, port: int, timeout_s: float, pipe: Connection, stacks: str
     end_with_launcher()
     os.chdir(ROOT)  # a test may have been in a folder of its own when ``multiprocessing``, which goes there, was imported
     torch.set_num_threads(1)
+    gc.freeze()  # what has been imported stays
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=timeout_s))
     world = 0
     with open(stacks, "w") as file:

@@ -16,7 +16,7 @@ import torch
 from soap.errors import CheckpointError
 from soap.plan.plan import Plan
 from soap.runtime.checkpoint.checkpoint import read_state_dict
-from soap.runtime.checkpoint.folder import complete
+from soap.runtime.checkpoint.manifest import complete
 from tests.extent import so_many
 from tests.graph_builder import mlp
 from tests.runtime.checkpointing import (

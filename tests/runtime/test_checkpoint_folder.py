@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from soap.errors import CheckpointError, RuntimeFailure
-from soap.runtime.checkpoint.folder import MANIFEST, begin, check_place, complete, discard, publish, resolve
+from soap.runtime.checkpoint.manifest import MANIFEST, begin, check_place, complete, discard, publish, resolve
 
 
 def save(folder: Path, step: int, keep: int | None = None) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import warnings
 from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -24,7 +23,6 @@ from soap.runtime.updates.optimizers import OPTIMIZERS as OFFERED
 from soap.strategy.classical import CLASSICAL, random_strategy
 from soap.strategy.config import OpConfig, Strategy
 from soap.strategy.sync import fitted, parameter_server
-from soap.tracing.export import export_model
 from tests.complex_modules import (
     EXAMPLES,
     FILES,
@@ -40,7 +38,6 @@ from tests.complex_modules import (
 from tests.extent import ALL, often, so_many
 from tests.runtime.pool import Pool
 from tests.runtime.traced import DEVICE, traced
-from tests.tracing.random_complex import random_plane
 
 TOLERANCE = 1e-9
 DOUBLE = torch.float64
@@ -108,33 +105,6 @@ def test_every_model_trains_as_a_plain_loop(four: Pool, files: dict[str, str], n
         results = four.run(train, files[name], strategy, steps)
         assert all(result.losses == results[0].losses for result in results)
         assert worst(results[0], expected) < TOLERANCE, (kind, worst(results[0], expected))
-
-
-def _random_on_four_ranks(four: Pool, folder: Path, seed: int) -> None:
-    module, inputs = random_plane(seed)
-    path = str(folder / f"{seed}.pt2")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of parameters that no step reads
-        export_model(module, inputs, path=path)
-    steps = [random_plane(seed, DOUBLE)[1]] * 2
-    expected = train_plainly(random_plane(seed, DOUBLE)[0], steps)
-    graph = traced(path).graph
-    for strategy in (scattered(graph), random_strategy(graph, FOUR, random.Random(seed))):
-        found = four.run(train, path, strategy, steps)[0]
-        assert worst(found, expected) < TOLERANCE, module.steps
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("seed", often(range(2), range(1)))
-def test_random_modules_train_as_a_plain_loop(four: Pool, tmp_path: Path, seed: int) -> None:
-    _random_on_four_ranks(four, tmp_path, seed)
-
-
-@pytest.mark.slow
-@pytest.mark.long
-@pytest.mark.parametrize("seed", range(2, 40))
-def test_many_random_modules_train_as_a_plain_loop(four: Pool, tmp_path: Path, seed: int) -> None:
-    _random_on_four_ranks(four, tmp_path, seed)
 
 
 @pytest.mark.slow

@@ -26,6 +26,7 @@ from soap.strategy.compression import Bf16, Chunked, Compression, Int8, PowerSgd
 from soap.strategy.config import OpConfig, Strategy
 from soap.strategy.sync import compressed
 from soap.tracing.execute import TracedModel
+from tests.extent import often
 from tests.runtime.compressed_training import RANKS, SAMPLES, train_compressed
 from tests.runtime.exact_modules import Batch, Trained, worst
 from tests.runtime.pool import Pool
@@ -233,7 +234,7 @@ def checked(path: str, method: str, spoilt: bool) -> CheckResult:
             return check(trainer, lambda step: batch_of(SAMPLES, step), OPTIMIZERS["sgd"], steps=3)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", often([*METHODS], ["policy", "powersgd", "int8"]))
 def test_checks_pass(four: Pool, path: str, method: str) -> None:
     for result in four.run(checked, path, method, False, ranks=RANKS):
         result.require()

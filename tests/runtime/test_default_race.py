@@ -8,13 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.default_cells import PEER
-from benchmarks.default_race import Race, Raced, loss_of, peer_step, race, share_of, without_gradient
+from benchmarks.default_race import loss_of, peer_step, share_of
 from benchmarks.small_models import Small, make_small
-from soap import api
-from soap.cli.training import Job
-from soap.cluster.presets import local_topology
-from soap.simulator.reference import execution_order
 from tests.runtime.pool import Pool
 
 ADAM = partial(torch.optim.Adam, lr=0.01)
@@ -63,29 +58,3 @@ def test_the_peer_trains_on_the_whole_batch(name: str | None, pool: Pool) -> Non
     assert by_rank[0] != by_rank[1]  # each has its own part
     assert [sum(own) / 2 for own in zip(*by_rank, strict=True)] == pytest.approx(alone, rel=1e-4)
     assert alone[-1] < alone[0]
-
-
-def test_parameters_without_gradient_are_counted() -> None:
-    assert without_gradient(half()) == 2
-
-
-def raced(peer: str | None) -> Raced:
-    model, topology = "zoo:rnnlm:tiny", local_topology(2)
-    simulator = api.simulator_for(model, topology, costs="estimate")
-    strategies = {name: api.classical(name, simulator.graph, topology) for name in ("data_parallel", "megatron")}
-    runs = {name: simulator.run(own) for name, own in strategies.items()}
-    ordered = {name: (own, execution_order(runs[name].tasks, runs[name].schedule)) for name, own in strategies.items()}
-    reading = {"batch_dims": None, "autocast": None, "batch_norm": "global"}
-    job = Job(model, reading, topology, ordered, steps=1, seed=0, optimizer="adam", backend="gloo")  # type: ignore[arg-type]
-    return race(Race(job, peer, rounds=2))
-
-
-@pytest.mark.long
-def test_all_take_a_turn_in_each_round(pool: Pool) -> None:
-    for peer, names in ((None, {"data_parallel", "megatron"}), ("ssm", {"data_parallel", "megatron", PEER})):
-        first, other = pool.run(raced, peer, ranks=2)
-        assert first == other
-        assert set(first.times_ns) == names
-        assert {len(own) for own in first.times_ns.values()} == {2}
-        assert min(min(own) for own in first.times_ns.values()) > 0
-        assert first.unused == 0

@@ -12,6 +12,7 @@ import pytest
 from soap.api import export
 from soap.cluster.presets import local_topology
 from soap.strategy.classical import CLASSICAL, random_strategy
+from tests.extent import often
 from tests.runtime.pool import Pool
 from tests.runtime.traced import checked, traced
 from tests.tracing.kinds import KINDS
@@ -55,8 +56,7 @@ def test_every_kind_trains_like_one_process(four: Pool, name: str, tmp_path: Pat
     record_property("tally", ["kinds of models under seven plans: worst error", name, _trains(four, name, path, "float64", NAMED, 3)])
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", often(range(40), (0,), pytest.mark.slow))
 def test_random_programs_train_like_one_process(four: Pool, seed: int, tmp_path: Path) -> None:
     """In the module's own type; by one random strategy each, data parallelism and the placement of whole operators."""
     module, args = draw_module(seed)

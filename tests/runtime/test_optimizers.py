@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import StepLR
 
-from soap.runtime.updates.optimizers import OPTIMIZERS, Recipe, adam
-from soap.runtime.updates.schedules import Schedule
+from soap.runtime.updates.optimizers import OPTIMIZERS, Recipe, Schedule, adam
 from soap.runtime.updates.trial import ELEMENTWISE
 
 USUAL = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -18,23 +16,17 @@ from soap.plan.plan import Plan
 from soap.runtime.program.actions import ActionKind, part_of
 from soap.runtime.program.program import compile_program
 from soap.simulator.lowering import build_plan
-from soap.strategy.classical import CLASSICAL, random_strategy
 from soap.strategy.config import Strategy
-from soap.strategy.recomputation import recomputed as recompute_runs
 from soap.strategy.recomputation import repeatable, with_marks
-from soap.tracing.export import export_model
-from soap.zoo import names
-from tests.extent import FEW, often, so_many
+from tests.extent import FEW, often
 from tests.graph_builder import convnet, mlp, transformer
 from tests.runtime.cases import train
 from tests.runtime.mixtures import marked
 from tests.runtime.plans import plan_of, random_order, split
 from tests.runtime.pool import Pool
 from tests.runtime.test_training import NAMED, assert_equal_to_one_process
-from tests.runtime.traced import checked, traced
 from tests.simulator.examples import batch_split, beside_a_barrier
 from tests.strategies import CPU, cases, cluster
-from tests.transformers_models import MODELS as TRANSFORMERS
 
 THREE, FOUR = cluster([3], CPU), local_topology(4)
 
@@ -88,23 +80,12 @@ def test_a_traced_step_tells_second_runs(pool: Pool) -> None:
     assert {"recompute fc0[0]", "forward fc0[0]", "backward fc0[0]"} <= names
 
 
-def check_random(pool: Pool, case: tuple[OperatorGraph, Topology, Strategy], rng: random.Random) -> None:
-    graph, topology, strategy = case
-    plan = build_plan(graph, marked(graph, strategy, rng), topology)
-    assert_equal_to_one_process(pool.run(train, plan, random_order(plan, rng)))
-
-
 @given(cases(max_devices=3), st.randoms(use_true_random=False))
 @settings(FEW, suppress_health_check=list(HealthCheck))
 def test_random_strategies_train_like_one_process(pool: Pool, case: tuple[OperatorGraph, Topology, Strategy], rng: random.Random) -> None:
-    check_random(pool, case, rng)
-
-
-@pytest.mark.long
-@given(cases(max_devices=3, max_moves=9, max_tiles=12), st.randoms(use_true_random=False))
-@settings(suppress_health_check=list(HealthCheck))
-def test_many_random_strategies(pool: Pool, case: tuple[OperatorGraph, Topology, Strategy], rng: random.Random) -> None:
-    check_random(pool, case, rng)
+    graph, topology, strategy = case
+    plan = build_plan(graph, marked(graph, strategy, rng), topology)
+    assert_equal_to_one_process(pool.run(train, plan, random_order(plan, rng)))
 
 
 def test_halos_and_channels_run_again(pool: Pool) -> None:
@@ -130,34 +111,3 @@ def test_readers_on_both_sides_of_a_barrier(pool: Pool, device: int) -> None:
     last = max(order.index((ActionKind.SEGMENT, number)) for number in of["behind"])
     assert len(again) == 2 and max(again) < last < first
     assert_equal_to_one_process(pool.run(train, plan))
-
-
-ZOO_OFTEN = ("gpt", "rnnlm")
-"""With dropout, with recurrent layers and a table. With batch norm: ``test_exactness`` has examples all of which is recomputed."""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", often(names(), ZOO_OFTEN))
-def test_zoo_models_train_like_one_process(four: Pool, name: str) -> None:
-    """Under data parallelism with all runs recomputed, and random strategies with random marks."""
-    spec = f"zoo:{name}:tiny"
-    graph = traced(spec, "float64").graph
-    chosen = [CLASSICAL["data_parallel"](graph, FOUR), *(random_strategy(graph, FOUR, random.Random(i)) for i in range(so_many(1, 6)))]
-    for number, strategy in enumerate(chosen):
-        again = recompute_runs(graph, strategy) if number == 0 else marked(graph, strategy, random.Random(number))
-        result = four.run(checked, spec, "float64", again, FOUR)[0]
-        assert result.passed, (number, result.worst)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", TRANSFORMERS)
-def test_transformers_train_like_one_process(four: Pool, tmp_path: Path, name: str) -> None:
-    torch.manual_seed(0)
-    module, inputs = TRANSFORMERS[name]()
-    path = str(tmp_path / f"{name}.pt2")
-    export_model(module, (), inputs, path=path)
-    graph = traced(path, "float64").graph
-    for number in range(so_many(2, 5)):
-        base = CLASSICAL["megatron"](graph, FOUR) if number == 0 else random_strategy(graph, FOUR, random.Random(f"{name}/{number}"))
-        result = four.run(checked, path, "float64", marked(graph, base, random.Random(number)), FOUR)[0]
-        assert result.passed, (number, result.worst)

@@ -11,7 +11,7 @@ import torch
 from torch.optim import lr_scheduler as S
 
 from soap.errors import CheckpointError, RuntimeFailure
-from soap.runtime.updates.schedules import Schedule, joined, require_same
+from soap.runtime.updates.optimizers import Schedule, joined, require_same
 
 MAKERS: dict[str, Callable[[Any], Any]] = {
     "constant": lambda o: S.ConstantLR(o, 0.5, 4),

@@ -1,10 +1,9 @@
-"""Sharded parameters train like one process in float64, whatever else a plan does, and values are there only while they are used."""
+"""Values of sharded parameters are there only while they are used. ``test_owned_parts`` holds their training against one process."""
 
 from __future__ import annotations
 
 import random
 from dataclasses import replace
-from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -26,14 +25,14 @@ from soap.strategy.config import Strategy
 from soap.strategy.sync import SHARDED
 from soap.tracing.export import export_model
 from soap.tracing.load import load_model
-from tests.extent import often, rows_often
+from tests.extent import often
 from tests.kept_models import ModelFiles
 from tests.micro_batches import in_micro_batches
 from tests.runtime.exact_modules import Batch, Trained, worst
 from tests.runtime.pool import Pool
 from tests.runtime.sparse_modules import OPTIMIZERS, train_alone
-from tests.runtime.sparse_plans import by_samples, hosts, random_synchronized
-from tests.runtime.test_sharded_state import FILES, MODELS, assert_go_on_alike, batch_of, in_columns, trained
+from tests.runtime.sparse_plans import by_samples, hosts
+from tests.runtime.test_sharded_state import FILES, batch_of, trained
 from tests.runtime.traced import traced
 from tests.simulator.test_sharded import layers
 
@@ -77,37 +76,6 @@ def all_sharded(graph: OperatorGraph, strategy: Strategy, prefetch: int = 1) -> 
     """With all parameters gathered for their uses, frozen ones too."""
     syncs = {tensor.name: SHARDED for tensor in graph.parameters}
     return replace(strategy.with_changes(parameters=syncs), prefetch=prefetch)
-
-
-@pytest.mark.parametrize(
-    ("name", "topology", "prefetch"),
-    rows_often([("odd", TWO, 0), ("odd", FOUR, 1), ("shared", TWO, 2), ("weighted", FOUR, 1)], [("odd", TWO, 0), ("shared", TWO, 2)]),
-)
-def test_trains_like_one_process(four: Pool, files: dict[str, str], name: str, topology: Topology, prefetch: int) -> None:
-    """With Adam, clipping and micro-batches, of different sizes in one case."""
-    graph = traced(files[name]).graph
-    strategy = all_sharded(graph, by_samples(graph, range(topology.device_count), 6), prefetch)
-    plan = build_plan(graph, strategy, topology)
-    several = [sync for sync in plan.syncs if len(sync.readers) > 1]
-    assert {sync.method for sync in several} == {"sharded"} and len(several) >= 2
-    trained(four, files, name, strategy, topology, sizes=((6, 4),) * 3 if name == "shared" else ((6, 6),) * 3, clip_norm=0.05)
-
-
-@pytest.mark.parametrize("name", often(MODELS, ["odd"]))
-def test_tensor_parallel_shards(four: Pool, files: dict[str, str], name: str) -> None:
-    graph = traced(files[name]).graph
-    strategy = all_sharded(graph, in_columns(graph, by_samples(graph, range(4), 6), (3, 0, 2, 1)))
-    assert len({sync.readers for sync in build_plan(graph, strategy, FOUR).syncs if sync.method == "sharded"}) > 1
-    trained(four, files, name, strategy, FOUR, clip_norm=0.05)
-
-
-@pytest.mark.parametrize("seed", often(range(12), (0,), pytest.mark.slow))
-def test_any_configurations(four: Pool, files: dict[str, str], seed: int) -> None:
-    rng, name = random.Random(seed), MODELS[seed % len(MODELS)]
-    topology = (TWO, FOUR, hosts(1, 2))[seed % 3]
-    graph = traced(files[name]).graph
-    strategy = all_sharded(graph, random_synchronized(graph, topology, rng), rng.randrange(3))
-    trained(four, files, name, strategy, topology, rng.choice(list(OPTIMIZERS)), clip_norm=0.05)
 
 
 def train_views(path: str, strategy: Strategy) -> Trained:
@@ -222,16 +190,3 @@ def test_what_passes_need_next_is_gathered_before_gradients_leave() -> None:
             behind[-1].append(action.kind)
     both = [kinds for kinds in behind if {*kinds} == {ActionKind.BRING_BACK, ActionKind.SYNC}]
     assert both and all(kinds == sorted(kinds, key=[ActionKind.BRING_BACK, ActionKind.SYNC].index) for kinds in both)
-
-
-def test_checkpoints_fit_any_plan_and_number_of_ranks(four: Pool, files: dict[str, str], tmp_path: Path) -> None:
-    """Four ranks, two, three by any methods, four by tensor parallelism, and back to sharded states."""
-    graph, path = traced(files["odd"]).graph, files["odd"]
-    ways = [
-        (all_sharded(graph, by_samples(graph, range(4), 6)), FOUR),
-        (by_samples(graph, range(2), 6), TWO),
-        (random_synchronized(graph, hosts(1, 2), random.Random(3)), hosts(1, 2)),
-        (all_sharded(graph, in_columns(graph, by_samples(graph, range(4), 6), (3, 0, 2, 1)), 0), FOUR),
-        (all_sharded(graph, by_samples(graph, range(2), 6), 2), TWO),
-    ]
-    assert_go_on_alike(four, path, ways, tmp_path)

@@ -1,11 +1,6 @@
-"""Plans that gather parameters for their uses and recompute operators train like one process."""
+"""Plans that gather parameters for their uses and recompute operators: in which order, and what they hold."""
 
 from __future__ import annotations
-
-import random
-from dataclasses import replace
-
-import pytest
 
 from soap.cluster.presets import local_topology
 from soap.profiles.roofline import RooflineCosts
@@ -13,31 +8,13 @@ from soap.runtime.program.actions import ActionKind, part_of
 from soap.runtime.program.program import compile_program
 from soap.simulator.lowering import build_plan
 from soap.simulator.simulate import Simulator
-from soap.strategy.classical import data_parallel, fsdp, random_strategy
+from soap.strategy.classical import data_parallel, fsdp
 from soap.strategy.recomputation import recomputed
-from soap.strategy.sync import SHARDED
-from soap.zoo import names
-from tests.extent import often
-from tests.runtime.mixtures import marked
-from tests.runtime.pool import Pool
-from tests.runtime.traced import checked, traced
+from tests.runtime.traced import traced
 from tests.simulator.test_sharded import FOUR as HOSTS
 from tests.simulator.test_sharded import layers
 
 FOUR = local_topology(4)
-
-
-@pytest.mark.parametrize("name", often(names(), ("gpt",)))
-def test_zoo_models_train_like_one_process(four: Pool, name: str) -> None:
-    """All that may be recomputed is, in runs; then a random part of a random strategy's operators, with two groups gathered ahead."""
-    spec, draw = f"zoo:{name}:tiny", random.Random(name)
-    graph = traced(spec, "float64").graph
-    usual = recomputed(graph, fsdp(graph, FOUR))
-    syncs = {own.name: SHARDED for own in graph.parameters if own.requires_grad and own.name not in graph.sparse}
-    drawn = replace(marked(graph, random_strategy(graph, FOUR, draw), draw).with_changes(parameters=syncs), prefetch=2)
-    for strategy in (usual, drawn):
-        result = four.run(checked, spec, "float64", strategy, FOUR)[0]
-        assert result.passed, result.worst
 
 
 def test_values_come_before_second_runs_and_go_behind_backward_passes() -> None:

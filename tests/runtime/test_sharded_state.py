@@ -1,8 +1,7 @@
-"""Sharded optimizer states train like one process in float64, whatever else a plan does, and equal runs give equal bits."""
+"""Sharded optimizer states: what waits and what travels changes no bit. ``test_owned_parts`` trains by them and by others."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -22,17 +21,15 @@ from soap.runtime.comm.parcels import Pieces, exchange_pieces
 from soap.runtime.comm.redistribute import Communicator, Pending
 from soap.runtime.sync import sharded_state
 from soap.runtime.trainer import Trainer
-from soap.simulator.lowering import build_plan
 from soap.strategy.config import OpConfig, Strategy, SyncConfig
 from soap.strategy.sync import SHARDED, SHARDED_IN_HOSTS, SHARDED_STATE
 from soap.tracing.export import export_model
 from soap.tracing.load import load_model
-from tests.extent import often, rows_often
 from tests.kept_models import ModelFiles
 from tests.runtime.exact_modules import EXAMPLES, Batch, Trained, worst
 from tests.runtime.pool import Pool
 from tests.runtime.sparse_modules import OPTIMIZERS, WHOLE, train_alone
-from tests.runtime.sparse_plans import by_samples, hosts, random_synchronized
+from tests.runtime.sparse_plans import by_samples, hosts
 from tests.runtime.traced import traced
 
 TOLERANCE = 1e-9
@@ -138,36 +135,6 @@ def trained(
     assert worst(results[0], expected) < TOLERANCE, worst(results[0], expected)
     found: Trained = results[0]
     return found
-
-
-@pytest.mark.parametrize(
-    ("name", "topology"), rows_often([("odd", TWO), ("odd", FOUR), ("shared", TWO), ("weighted", FOUR)], [("odd", FOUR), ("shared", TWO)])
-)
-def test_trains_like_one_process(four: Pool, files: dict[str, str], name: str, topology: Topology) -> None:
-    """With Adam, clipping and micro-batches, of different sizes in one case."""
-    graph = traced(files[name]).graph
-    strategy = sharded(graph, by_samples(graph, range(topology.device_count), 6))
-    assert {sync.method for sync in build_plan(graph, strategy, topology).syncs if len(sync.readers) > 1} == {"sharded_state"}
-    trained(four, files, name, strategy, topology, sizes=((6, 4),) * 3 if name == "shared" else ((6, 6),) * 3, clip_norm=0.05)
-
-
-@pytest.mark.parametrize("name", often(MODELS, ["odd"]))
-def test_tensor_parallel_shards(four: Pool, files: dict[str, str], name: str) -> None:
-    """Regions of a parameter have readers of their own, of which each owns a part."""
-    graph = traced(files[name]).graph
-    strategy = sharded(graph, in_columns(graph, by_samples(graph, range(4), 6), (3, 0, 2, 1)))
-    owned = [shard for shard in build_plan(graph, strategy, FOUR).shards if shard.trainable and len(shard.devices) == 1 and shard.uses]
-    assert len({shard.devices for shard in owned}) == 4
-    trained(four, files, name, strategy, FOUR, clip_norm=0.05)
-
-
-@pytest.mark.parametrize("seed", often(range(12), (0,), pytest.mark.slow))
-def test_mixtures_of_methods(four: Pool, files: dict[str, str], seed: int) -> None:
-    rng, name = random.Random(seed), MODELS[seed % len(MODELS)]
-    topology = (TWO, FOUR, hosts(1, 2))[seed % 3]
-    graph = traced(files[name]).graph
-    strategy = random_synchronized(graph, topology, rng)
-    trained(four, files, name, strategy, topology, rng.choice(list(OPTIMIZERS)), clip_norm=0.05)
 
 
 def test_what_waits_to_be_added_up_changes_nothing(four: Pool, files: dict[str, str]) -> None:
@@ -276,15 +243,3 @@ def assert_go_on_alike(four: Pool, path: str, ways: Sequence[tuple[Strategy, Top
         source = target
     expected = train_alone(module_of("odd"), [[batch_of("odd", 6, step)] for step in range(len(ways))], OPTIMIZERS["adam"])
     assert last is not None and worst(Trained(losses, last.state), expected) < TOLERANCE
-
-
-def test_checkpoints_fit_any_plan_and_number_of_ranks(four: Pool, files: dict[str, str], tmp_path: Path) -> None:
-    """Four ranks, two, three by tensor parallelism and all-reduces, four again."""
-    graph, path = traced(files["odd"]).graph, files["odd"]
-    ways = [
-        (sharded(graph, by_samples(graph, range(4), 6)), FOUR),
-        (sharded(graph, by_samples(graph, range(2), 6)), TWO),
-        (random_synchronized(graph, hosts(1, 2), random.Random(3)), hosts(1, 2)),
-        (sharded(graph, in_columns(graph, by_samples(graph, range(4), 6), (3, 0, 2, 1))), FOUR),
-    ]
-    assert_go_on_alike(four, path, ways, tmp_path)

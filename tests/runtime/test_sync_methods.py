@@ -81,8 +81,8 @@ CASES: dict[str, Case] = {
 }
 
 
-SAVED = {"compressed", "parameter_server", "sharded", "sharded within hosts", "row_server"}
-"""Plans for GPUs have even parts: ``test_even_parts`` saves such ones; ``test_checkpoint`` and ``test_sharded_state`` save the others."""
+SAVED = {"compressed", "parameter_server", "sharded on GPUs", "sharded within hosts", "row_server"}
+"""Plans for GPUs have even parts. ``test_checkpoint`` and ``test_owned_parts`` save the others."""
 EARLY = {"all_reduce", "compressed", "parameter_server", "sharded_state", "sharded within hosts"}
 
 

@@ -67,11 +67,6 @@ NAMED: dict[str, Plan] = {
 }
 
 
-@pytest.mark.parametrize("name", NAMED)
-def test_named_strategies_train_like_one_process(pool: Pool, name: str) -> None:
-    assert_equal_to_one_process(pool.run(train, NAMED[name]))
-
-
 def test_every_order_gives_the_same(pool: Pool) -> None:
     plan = NAMED["grids on any devices"]
     for seed in range(3):
@@ -111,10 +106,11 @@ def _is_broadcast(carrier: Message | Exchange) -> bool:
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_bytes_on_the_wire_are_the_plans(pool: Pool, name: str) -> None:
+def test_named_strategies_train_like_one_process_and_move_the_plan_s_bytes(pool: Pool, name: str) -> None:
     plan = NAMED[name]
     program, steps = compile_program(plan), 2
     outcomes = pool.run(train, plan)
+    assert_equal_to_one_process(outcomes)
     back = 8 * sum(volume(box) for _, _, box, _ in remote_parts(plan, returned_parts(program)))
     sums = [r for r in plan.reductions if len(r.devices) > 1]
     returned = [plan.reductions[i] for i in program.activity.reductions if len(plan.reductions[i].devices) > 1]
@@ -137,7 +133,7 @@ def test_random_strategies_train_like_one_process(pool: Pool, case: tuple[Operat
     check_random(pool, case, rng)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @given(cases(max_devices=3, max_moves=9, max_tiles=12), st.randoms(use_true_random=False))
 @settings(suppress_health_check=list(HealthCheck))
 def test_many_random_strategies(pool: Pool, case: tuple[OperatorGraph, Topology, Strategy], rng: random.Random) -> None:

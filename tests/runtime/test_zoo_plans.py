@@ -10,11 +10,14 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from soap.cluster.presets import local_topology
 from soap.runtime.check import TOLERANCES
+from soap.strategy.classical import LONG_CONTEXT
 from soap.tracing.load import DTYPES
 from soap.zoo import names
-from tests.extent import every
+from tests.extent import every, often
 from tests.runtime.pool import Pool
+from tests.runtime.traced import checked, traced
 from tests.runtime.zoo_pairs import STEPS, Pair, train_pair
 
 PAIRS_PER_MODEL = 40
@@ -45,6 +48,15 @@ def test_pair(four: Pool, pair: Pair, record_property: Callable[[str, object], N
     assert [losses for losses, _ in answers] == [answers[0][0]] * pair.ranks
     assert len(answers[0][0]) == STEPS[pair.dtype]
     assert worst.error <= tolerance, f"{worst.what} is off by {worst.error:.2e}, expected at most {tolerance:.0e}: {pair}"
+
+
+@pytest.mark.parametrize("kind", LONG_CONTEXT)
+@pytest.mark.parametrize("name", often(names(), ("gpt",)))
+def test_split_sequences(four: Pool, name: str, kind: str) -> None:
+    spec = f"zoo:{name}:tiny"
+    topology = local_topology(4)
+    result = four.run(checked, spec, "float64", LONG_CONTEXT[kind](traced(spec, "float64").graph, topology), topology)[0]
+    assert result.passed, result.worst
 
 
 def test_pairs_are_680_on_two_to_four_ranks() -> None:

@@ -9,6 +9,7 @@ import torch
 
 from soap.schedules import csv_file
 from soap.schedules.named import parse
+from tests.extent import rows_often
 from tests.runtime.pool import Pool
 from tests.schedules.torch_ranks import batch, gradients_of, layers, loss, trained_by
 
@@ -17,9 +18,10 @@ CASES = [
     ("1f1b", 4, 2), ("interleaved:2", 2, 5), ("interleaved:3", 3, 7), ("zb-h1", 2, 5), ("zb-h1", 4, 6), ("zb-h1", 4, 2),
 ]  # fmt: skip
 """Fewer micro-batches than stages, and rounds of unequal sizes, which torch's own schedules refuse, included."""
+OFTEN = {("accumulation", 2, 3), ("gpipe:2:v", 3, 2), ("1f1b", 4, 2), ("interleaved:3", 3, 7), ("zb-h1", 4, 6)}
 
 
-@pytest.mark.parametrize(("name", "stages", "microbatches"), CASES)
+@pytest.mark.parametrize(("name", "stages", "microbatches"), rows_often(CASES, OFTEN))
 def test_torch_trains_by_our_files(four: Pool, name: str, stages: int, microbatches: int, tmp_path: Path) -> None:
     table = parse(name).table(stages, microbatches)
     path = tmp_path / "schedule.csv"

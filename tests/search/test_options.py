@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import soap
-from soap.cli import at_hand
+from soap.cli import first_measuring
 from soap.cli.search import main, make_parser
 from soap.cli.search_options import search_options
 from soap.cli.updating import Updating
@@ -94,7 +94,7 @@ def test_the_command_refuses_before_it_measures(
     def measured(*arguments: object) -> None:
         raise AssertionError("measured for a search that cannot be")
 
-    monkeypatch.setattr(at_hand, "profile", measured)
+    monkeypatch.setattr(first_measuring, "profile", measured)
     command = ["zoo:rnnlm:tiny", "--cluster", "local:2", "-o", str(tmp_path / "s.json"), "--profile", "9", "--patience", "2"]
     assert_refused(capsys, main, command, StrategyError.exit_code, "patience 2.0: expected a share of the budget above 0 and up to 1")
     assert list(tmp_path.iterdir()) == []

@@ -8,7 +8,7 @@ from math import inf
 
 import pytest
 
-from soap.cli import recomputing
+from soap.cli import plan_summary
 from soap.cluster.topology import Topology
 from soap.errors import StrategyError
 from soap.model.graph import OperatorGraph
@@ -125,12 +125,12 @@ def test_results_say_how_near_the_fewest_runs_are_to_the_best_choice() -> None:
     (name,) = result.budgeted
     made = recompute_to_fit(GRAPH, topology, data_parallel(GRAPH, topology), simulator.costs, simulator.peak_share)
     assert name == "data_parallel, recompute" and result.budgeted[name] == made and made.runs > 1
-    told = recomputing.budgeted(name, made)
+    told = plan_summary.budgeted(name, made)
     assert told["gap"] == made.added_ns / made.least_ns - 1 > 0 and (told["runs"], told["of_runs"]) == (made.runs, made.of_runs)
-    assert told["selective"] == made.selective and f"{made.runs} of {made.of_runs} runs" in recomputing.budgeted_text(told)
-    assert f"at most {made.gap:.1%} more than any choice of runs" in recomputing.budgeted_text(told)
-    alone = recomputing.budgeted(name, replace(made, runs=1, least_ns=0))
-    assert alone["gap"] is None and recomputing.budgeted_text(alone).endswith("one step is enough, so nothing less is")
+    assert told["selective"] == made.selective and f"{made.runs} of {made.of_runs} runs" in plan_summary.budgeted_text(told)
+    assert f"at most {made.gap:.1%} more than any choice of runs" in plan_summary.budgeted_text(told)
+    alone = plan_summary.budgeted(name, replace(made, runs=1, least_ns=0))
+    assert alone["gap"] is None and plan_summary.budgeted_text(alone).endswith("one step is enough, so nothing less is")
 
 
 def test_what_saves_most_is_a_start_where_owners_may_be_shared() -> None:

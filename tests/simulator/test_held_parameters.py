@@ -1,55 +1,15 @@
-"""Memory of parameters over arrays is that which is written down piece by piece."""
+"""What plans hold of parameters is worked out once for all that is alike; ``test_sweep`` has the bytes."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from hypothesis import given
-
-from soap.cluster.topology import Topology
-from soap.model.graph import OperatorGraph
 from soap.plan.plan import Plan, ShardSync
-from soap.simulator.lowering import PlanBuilder, build_plan, lower
-from soap.simulator.memory.derived import derived
-from soap.simulator.memory.held_parameters import Held, HeldParameters, held_for_syncs
-from soap.simulator.memory.plan_arrays import region_number
-from soap.simulator.reference import simulate
+from soap.simulator.lowering import PlanBuilder
+from soap.simulator.memory.held_parameters import Held, held_for_syncs
 from soap.strategy.classical import data_parallel
-from soap.strategy.config import Strategy
 from soap.strategy.sync import SHARDED
-from tests.extent import FEW
-from tests.simulator.examples import PointCosts, chain, pairwise_cluster
-from tests.simulator.memory_rows import Rows, arrays_and_spans, new_ledger, rows_of
-from tests.simulator.reference_memory.as_run import as_run
-from tests.simulator.reference_memory.ledger import Ledger
-from tests.simulator.reference_memory.residency import _Values
-from tests.simulator.reference_memory.task_spans import TaskSpans
-from tests.strategies import cases
-
-
-def taken(rows: Rows) -> Rows:
-    """Those that are not nothing: what is freed and taken at once may add up to that."""
-    return Rows({row: size for row, size in rows.items() if size})
-
-
-@FEW
-@given(cases(servers=True, ports=True))
-def test_as_piece_by_piece(case: tuple[OperatorGraph, Topology, Strategy]) -> None:
-    graph, topology, chosen = case
-    tasks = lower(build_plan(graph, chosen, topology), topology, PointCosts())
-    own = TaskSpans(tasks, as_run(tasks, simulate(tasks)))
-    arrays, spans = arrays_and_spans(own)
-    one, many = Ledger(tasks.plan, own.end_ns), new_ledger(tasks.plan, spans)
-    values, held = _Values(own, one), HeldParameters(tasks.plan, spans, derived(arrays, spans), many)
-    values.always(2)
-    values.synchronized()
-    values.updated(2)
-    held.always(2)
-    behind = held.synchronized()
-    held.updated(2)
-    assert taken(rows_of(one)) == taken(rows_of(many))
-    found = {(segment, region): size for segment, region, size in zip(*(column.tolist() for column in behind), strict=True)}
-    assert found == {(segment, region_number(name, box)): size for (segment, name, box), size in values.behind.items()}
+from tests.simulator.examples import chain, pairwise_cluster
 
 
 def test_what_is_kept_alike_is_worked_out_once() -> None:

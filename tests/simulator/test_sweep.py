@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from soap.cluster.topology import Topology
-from soap.model.graph import OperatorGraph
+from soap.model.graph import Footprint, OperatorGraph
 from soap.profiles.roofline import RooflineCosts
 from soap.simulator.lowering import build_plan, lower
 from soap.simulator.memory import sweep
@@ -34,8 +36,21 @@ def check(tasks: TaskGraph, schedule: Schedule, states: int = 2) -> None:
     assert ledger.peaks().tolist() == [curve.peak_bytes for curve in expected]
 
 
+@st.composite
+def with_footprints(draw: st.DrawFn) -> tuple[OperatorGraph, Topology, Strategy]:
+    """A case in which it is known of some operators what autograd keeps for them, takes as it is, and gives few numbers to."""
+    graph, topology, chosen = draw(cases(max_moves=6, max_tiles=8, servers=True, ports=True))
+    found: dict[str, tuple[Footprint, ...]] = {}
+    for op in graph.operators:
+        places = st.sets(st.integers(0, len(op.inputs) + len(op.parameters) + len(op.outputs) - 1)).map(frozenset)
+        keeps, in_rows, spread = draw(places), draw(places), draw(places)
+        if draw(st.booleans()):
+            found[op.name] = (Footprint(32, 16, draw(st.integers(-16, 16)), keeps, in_rows=in_rows, spread=spread),)
+    return replace(graph, footprints=found), topology, chosen
+
+
 @settings(suppress_health_check=list(HealthCheck))
-@given(case=cases(max_moves=6, max_tiles=8, servers=True, ports=True))
+@given(case=st.one_of(cases(max_moves=6, max_tiles=8, servers=True, ports=True), with_footprints()))
 def test_any_strategy(case: tuple[OperatorGraph, Topology, Strategy]) -> None:
     graph, topology, strategy = case
     tasks = lower(build_plan(graph, strategy, topology), topology, RooflineCosts(topology))

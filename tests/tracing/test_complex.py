@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,10 +18,9 @@ from soap.tracing.execute import TracedModel
 from soap.tracing.importer import import_program
 from soap.tracing.load import load_model
 from tests.complex_modules import EXAMPLES, FILES, batches, module_of
-from tests.extent import every, often, so_many
+from tests.extent import every, so_many
 from tests.tracing.emulation import compare, draw_configs, graded, kept_bytes
 from tests.tracing.programs import Lambda, export
-from tests.tracing.random_complex import random_plane
 
 DOUBLE = torch.float64
 
@@ -208,28 +206,3 @@ def test_inputs_and_weights_that_are_only_marked_as_conjugated(tmp_path: Path) -
     assert marked.is_conj() and torch.equal(marked, z)
     loss = model.reference_loss([marked], model.parameters, context)
     torch.testing.assert_close(loss, module(z))
-
-
-def _random(seed: int) -> None:
-    module, inputs = random_plane(seed, DOUBLE)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of parameters that no step reads
-        model = import_program(export(module, *inputs), name="random")
-        _equals_module(model, module)
-    assert all(op.partitionable for op in model.graph.operators), module.steps
-    reference = graded(model, None)
-    for number in range(3):
-        compare(model, draw_configs(model.graph, random.Random(f"{seed}/{number}")), reference=reference)
-
-
-@pytest.mark.parametrize("seed", often(range(12), range(4)))
-def test_random_modules_by_tiles_equal_the_module(seed: int) -> None:
-    _random(seed)
-
-
-@pytest.mark.slow
-@pytest.mark.long
-@pytest.mark.parametrize("first", range(12, 200, 4))
-def test_many_random_modules_by_tiles_equal_the_module(first: int) -> None:
-    for seed in range(first, first + 4):
-        _random(seed)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from soap.errors import SoapWarning
 from soap.tracing.calls import TileContext
 from soap.tracing.execute import TracedModel
-from soap.tracing.rules import registry
+from soap.tracing.rules import notation
 from tests.tracing.emulation import compare, draw_configs
 from tests.tracing.programs import Lambda, imported
 
@@ -77,7 +77,7 @@ def test_a_call_that_torch_can_take_apart_is_split(kind: str) -> None:
     ],
 )
 def test_without_its_rule_an_operator_still_comes_apart(monkeypatch: pytest.MonkeyPatch, rule: str, function: Callable[..., Any]) -> None:
-    monkeypatch.delitem(registry._RULES, rule)
+    monkeypatch.delitem(notation._RULES, rule)
     module, x, model = _model(function, 5)
     kind = rule.removeprefix("aten.")
     assert kind in {call.origin for call in model.program.calls}
@@ -88,7 +88,7 @@ def test_without_its_rule_an_operator_still_comes_apart(monkeypatch: pytest.Monk
 
 
 def test_parts_belong_to_the_module_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(registry._RULES, "aten.renorm")
+    monkeypatch.delitem(notation._RULES, "aten.renorm")
 
     class Norm(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -103,7 +103,7 @@ def test_parts_belong_to_the_module_of_the_call(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_what_stands_in_the_way_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(registry._RULES, "aten.cdist")
+    monkeypatch.delitem(notation._RULES, "aten.cdist")
     with pytest.warns(SoapWarning, match=r"aten\.cdist\.default, nor for aten\._cdist_forward\.default in it \(first at cdist\)"):
         _, _, model = _model(lambda self, x: torch.cdist(x @ self.w, self.w).sum(), 5)
     assert model.program.stuck == {"cdist": "aten._cdist_forward.default"}
@@ -111,7 +111,7 @@ def test_what_stands_in_the_way_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_random_calls_are_not_taken_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(registry._RULES, "aten.rrelu")
+    monkeypatch.delitem(notation._RULES, "aten.rrelu")
     with pytest.warns(SoapWarning, match=r"no rule for aten\.rrelu"):
         _, _, model = _model(lambda self, x: F.rrelu(x @ self.w, training=True).sum(), 5)
     assert "rrelu" in {call.kind for call in model.program.calls}

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from soap.errors import ModelError
-from soap.tracing.containers import plainly
+from soap.tracing.example import plainly
 from soap.tracing.load import load_model
 from tests.extent import every
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import soap
 from soap.errors import ModelError
-from soap.tracing.assertions import passed_assertions
+from soap.tracing.export import passed_assertions
 from tests.tracing.programs import asserted
 
 X = torch.linspace(0.1, 1, 32).reshape(8, 4)

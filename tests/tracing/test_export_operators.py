@@ -18,7 +18,7 @@ from soap.errors import ModelError, SoapWarning
 from soap.tracing.calls import TileContext
 from soap.tracing.export import exported_program
 from soap.tracing.load import load_model
-from soap.tracing.operators import custom_operators
+from soap.tracing.record import custom_operators
 from tests.tracing import shop
 
 ROOT = Path(__file__).parents[2]

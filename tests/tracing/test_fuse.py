@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from soap.tracing.fuse import Fuser
-from soap.tracing.match import Group
+from soap.tracing.fuse import Fuser, Group
 from tests.tracing.emulation import compare, draw_configs
 from tests.tracing.programs import Lambda, described, imported
 

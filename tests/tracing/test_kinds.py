@@ -18,18 +18,7 @@ from tests.tracing.emulation import compare, draw_configs
 from tests.tracing.kinds import KINDS
 
 TRAINED = [name for name, kind in KINDS.items() if not kind.refused]
-SELDOM = {
-    "attention_pooling_of_bags", "capsules", "crf", "diffusion_unet", "dilated_causal", "early_exits", "factorisation_machine", "flow",
-    "fourier_operator", "in_batch_negatives", "linear_attention", "low_rank_adapters", "made_weights", "masked_pixels",
-    "moe_with_capacity", "molecules", "neural_ode", "packed_documents", "preferences", "product_keys", "radiance", "rotary_by_complex",
-    "sets", "several_tokens_ahead", "shared_siamese", "spans", "spectral_gan", "splines", "ssm", "straight_through_codes", "tensor_train",
-    "two_tower", "two_views", "vae",
-}  # fmt: skip
-"""Those of which others have the operators and the way they are put together: ``chunked_scan``, ``complex_layers``,
-``fourier_mixing``, ``long_convolution``, ``masked_convolutions``, ``moe_top_2``, ``points``, ``several_resolutions``…"""
-
-
-AROUND = [name for name in TRAINED if name not in SELDOM and not name.startswith("loss_")]
+AROUND = [name for name in TRAINED if not name.startswith("loss_")]
 OFTEN = {name for number, name in enumerate(AROUND) if number % 12 == 1}
 """One in twelve of the others: drawn programs (``test_random_programs``) have most of their operators, too."""
 
@@ -69,8 +58,3 @@ def test_what_cannot_be_exact_is_refused_in_one_line(name: str, tmp_path: Path) 
         exported(name, tmp_path)
     assert re.search(KINDS[name].refused, str(error.value)) and "\n" not in str(error.value)
     assert not list(tmp_path.iterdir())
-
-
-def test_there_are_many_kinds() -> None:
-    losses = [name for name in KINDS if name.startswith("loss_")]
-    assert len(losses) >= 15 and len(KINDS) - len(losses) >= 60

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from soap.model.graph import TensorKind
 from soap.strategy.config import OpConfig
-from soap.tracing import fold, masks
+from soap.tracing import fold, rewriting
 from soap.tracing.calls import argument
 from soap.tracing.execute import TracedModel
 from soap.tracing.importer import import_program
@@ -156,7 +156,7 @@ def test_large_masks_are_known_by_blocks_of_rows(name: str, monkeypatch: pytest.
     """Two rows at a time; by distance alone where calls only compare positions."""
     mask = CAUSAL.get(name) or OTHERS.get(name) or BANDS[name][1]
     whole = attentions(imported(*attentive(mask)))
-    for module in (fold, masks):
+    for module in (fold, rewriting):
         monkeypatch.setattr(module, "LARGEST_ELEMENTS", 2 * N)
     assert attentions(imported(*attentive(mask))) == whole == [(name in OTHERS, name in CAUSAL)] * 2
 

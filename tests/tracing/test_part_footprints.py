@@ -25,7 +25,7 @@ from soap.tracing.importer import import_program
 from tests.extent import so_many
 
 WAYS = ("float32", "bfloat16", "autocast")
-TILES = 12
+TILES = so_many(4, 12)
 MOST_OVER = 1.2
 
 

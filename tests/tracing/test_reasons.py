@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from soap.tracing.rules import registry
+from soap.tracing.rules import notation
 from tests.tracing.programs import Lambda, imported
 
 PROGRAMS: dict[str, tuple[Callable[..., Any], str, list[tuple[str, int, int, str]]]] = {
@@ -45,7 +45,7 @@ def test_reasons(name: str) -> None:
 
 
 def test_the_part_of_a_call_that_was_decomposed_is_to_blame(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(registry._RULES, "aten.renorm")
+    monkeypatch.delitem(notation._RULES, "aten.renorm")
     module = Lambda(lambda self, x: torch.renorm(x @ self.w, 2.0, 0, 1.0).sum(), w=nn.Parameter(torch.ones(3, 6)))
     (found,) = imported(module, torch.ones(4, 3)).graph.unsplit["renorm"]
     assert (found.tensor, found.dim, found.size, found.reason) == ("matmul", 1, 6, "linalg_vector_norm in renorm needs it whole")

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from soap.tracing.rules import notation, registered, registry
+from soap.tracing.rules import notation, registered
 from tests.extent import ALL, CHOSEN, so_many
 from tests.tracing import draws
 from tests.tracing.drawing import DRAWS, Draw, Drawn, in_the_plane
@@ -28,7 +28,7 @@ def undrawn(names: Collection[str]) -> list[str]:
 def _checked(name: str, seed: int, record: Callable[[str, object], None]) -> Problem:
     d = Draw(f"{name} {seed}")
     found = problem(DRAWS[name](d, name))
-    target = registry.target_name(found.call.target)
+    target = notation.target_name(found.call.target)
     assert name in (target, target.rsplit(".", 1)[0]), f"{target} is drawn for {name}"
     record("rule", name)
     record("overload", target)
@@ -55,8 +55,8 @@ def test_every_rule_is_drawn() -> None:
 
 
 def test_a_rule_that_nothing_draws_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_RULES", dict(registry._RULES))
-    registry.register("aten.made_up", "b -> b")
+    monkeypatch.setattr(notation, "_RULES", dict(notation._RULES))
+    notation.register("aten.made_up", "b -> b")
     assert undrawn(registered()) == ["aten.made_up"]
 
 
@@ -100,7 +100,7 @@ def test_pointwise_overloads_by_tiles(target: torch._ops.OpOverload, record_prop
             assert str(target).removeprefix("aten.") in draws.elementwise.UNUSABLE
             return
         found = problem(drawn)
-        record_property("overload", registry.target_name(target))
+        record_property("overload", notation.target_name(target))
         assert found.rule.known and len(found.rule.factors) == sum(n > 1 for n in found.results[0].shape)
         for pieces in splits(found.rule, d.random, 4):
             check(found, pieces)

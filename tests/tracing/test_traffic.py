@@ -18,8 +18,8 @@ from soap.profiles.roofline import work_seconds
 from soap.profiles.work import backward_work, forward_work
 from soap.tracing.calls import Program
 from soap.tracing.execute import TracedModel
+from soap.tracing.importer import copied_bytes, is_view, scattered
 from soap.tracing.load import load_model
-from soap.tracing.traffic import copied_bytes, is_view, scattered
 from tests.strategies import CPU
 
 B, H, S, D = 4, 2, 6, 8

@@ -14,12 +14,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from soap.cli.weights import fill
+from soap.cli.checkpoints import fill_weights
 from soap.errors import ModelError, SoapError, SoapWarning
-from soap.weights.places import INDEX, SINGLE, check_place_of_weights
-from soap.weights.safetensors_files import DTYPES, SafetensorsFiles
-from soap.weights.seam import Kind
-from soap.weights.writing import require_writable, write_weights
+from soap.weights.fitting import Kind
+from soap.weights.safetensors_files import DTYPES, INDEX, SINGLE, SafetensorsFiles, check_place_of_weights, require_writable, write_weights
 
 safetensors = pytest.importorskip("safetensors.torch")
 
@@ -91,7 +89,7 @@ def test_ranks_do_not_repeat_warnings_of_the_command(tmp_path: Path) -> None:
     trainer: Any = SimpleNamespace(model=None)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        fill(job, trainer)
+        fill_weights(job, trainer)
 
 
 def test_a_single_file_beside_an_index_that_does_not_name_it_is_told(tmp_path: Path) -> None:

@@ -19,8 +19,7 @@ from soap.errors import ModelError, SoapWarning
 from soap.runtime.trainer import Trainer
 from soap.strategy.classical import CLASSICAL
 from soap.weights.fitting import lacking_buffers, matched, remarks
-from soap.weights.places import INDEX
-from soap.weights.safetensors_files import SafetensorsFiles
+from soap.weights.safetensors_files import INDEX, SafetensorsFiles
 from tests.runtime.exact_modules import sgd
 
 STEPS = 3

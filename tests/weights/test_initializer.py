@@ -17,10 +17,9 @@ from soap.errors import ModelError
 from soap.runtime.checkpoint.checkpoint import read_state_dict
 from soap.tracing.calls import TileContext
 from soap.tracing.execute import TracedModel
-from soap.weights.fitting import OneByOne
+from soap.weights.fitting import Kind, OneByOne
 from soap.weights.initializer import Initializer
 from soap.weights.safetensors_files import SafetensorsFiles
-from soap.weights.seam import Kind
 from tests.cli.refusals import assert_refused
 
 pytest.importorskip("safetensors")

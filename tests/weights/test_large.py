@@ -20,8 +20,8 @@ from soap.runtime.comm.launch import launch
 from soap.runtime.comm.world import close_world, open_world
 from soap.runtime.trainer import Trainer
 from soap.strategy.config import Strategy
-from soap.weights.seam import Kind
-from soap.weights.writing import write_weights
+from soap.weights.fitting import Kind
+from soap.weights.safetensors_files import write_weights
 from tests.control_groups import Group, limited
 
 pytest.importorskip("safetensors")

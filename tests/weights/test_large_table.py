@@ -22,7 +22,7 @@ from soap.runtime.comm.world import close_world, open_world
 from soap.runtime.trainer import Trainer
 from soap.strategy.config import Strategy
 from soap.strategy.sync import parameter_server
-from soap.weights.seam import Kind
+from soap.weights.fitting import Kind
 from tests.control_groups import Group, limited
 from tests.strategies import CPU, cluster
 from tests.weights.test_large import ALLOWED_BYTES, most_anonymous_bytes

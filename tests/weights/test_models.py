@@ -16,9 +16,8 @@ from soap.cli.run import main
 from soap.errors import ModelError, SoapWarning
 from soap.tracing.calls import TileContext
 from soap.tracing.execute import TracedModel
-from soap.weights.fitting import matched
+from soap.weights.fitting import Kind, matched
 from soap.weights.safetensors_files import SafetensorsFiles
-from soap.weights.seam import Kind
 from tests.cli.refusals import assert_refused
 from tests.extent import often
 from tests.runtime.pool import Pool

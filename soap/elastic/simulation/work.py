@@ -10,8 +10,7 @@ from typing import Protocol
 from soap.cluster.topology import DeviceType, Topology
 from soap.elastic.faults import ElasticError
 from soap.elastic.layout import Place
-from soap.elastic.simulation.design import Lane
-from soap.elastic.simulation.traffic import Traffic
+from soap.elastic.simulation.design import Lane, Traffic
 from soap.model.batch import samples_of
 from soap.model.graph import FactorKind, OperatorGraph
 from soap.model.regions import Interval
@@ -22,7 +21,7 @@ from soap.simulator.costs import CostModel, nanoseconds
 from soap.strategy.config import OpConfig
 
 ROUTED_WORDS = 16
-"""Words of 8 bytes that ``partitions.route`` reads and writes for an entry: its cell (2), its sample (1), its place (3), their order (4),
+"""Words of 8 bytes that ``layout.route`` reads and writes for an entry: its cell (2), its sample (1), its place (3), their order (4),
 counts (1), and the taking of ids and values (5)."""
 LOGGED_PASSES = 3
 """Passes over a push that is logged: its checksum, and the copy into the system's memory (one read, one write)."""

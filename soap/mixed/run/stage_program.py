@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from soap.elastic.waves import Push, WorkerWeights
+from soap.elastic.clocks import Push, WorkerWeights
 from soap.errors import RuntimeFailure
-from soap.mixed.run.plan import Stage
-from soap.runtime.updates.optimizers import OptimizerFactory, ScheduleFactory
-from soap.runtime.updates.schedules import Schedule
+from soap.mixed.planned import Stage
+from soap.runtime.updates.optimizers import OptimizerFactory, Schedule, ScheduleFactory
 from soap.tracing.calls import BufferRef, Call, Program, TileContext, walk
 from soap.tracing.execute import TracedModel
 

@@ -2,37 +2,153 @@
 
 A server answers in the process of a rank, each connection in a thread of its own. The clocks say which version a worker's next minibatch
 has; then its stages pull just that version from all servers. They keep a version as long as somebody may ask for it.
+
+Checkpoints of virtual workers: servers' values of a whole version, and what each worker has beside it.
+
+A folder with one file for each server and each stage, and a manifest that is written last. Nothing in them is unpickled but tensors.
 """
 
 from __future__ import annotations
 
+import io
+import json
 import secrets
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from soap.elastic.clocks import Clocks
+from soap.elastic.clocks import Clocks, GlobalWeights
 from soap.elastic.faults import ElasticError
 from soap.elastic.messages import Buffer, Kind, Message, decode, encode
 from soap.elastic.transport import Listener
-from soap.elastic.waves import GlobalWeights
 from soap.elastic.worker import Batches, Source
-from soap.errors import RuntimeFailure
-from soap.mixed.run import saved
-from soap.mixed.run.client import Addresses, Client
-from soap.mixed.run.plan import WavePlan
-from soap.mixed.run.stage import Seen, StageWork
+from soap.errors import CheckpointError, RuntimeFailure, first_line
+from soap.files import check_archive, read_text, reason, write_bytes_atomically, write_text_atomically
+from soap.mixed.planned import WavePlan
+from soap.mixed.run.stage import Addresses, Client, Seen, StageWork
 from soap.mixed.run.stage_program import StageProgram, StageValues, Updates
 from soap.runtime.comm import signs
+from soap.runtime.comm.handing_out import from_first
 from soap.runtime.comm.world import close_world, open_world, own_address
 from soap.runtime.updates.optimizers import OptimizerFactory, ScheduleFactory
+
+FORMAT = 1
+MANIFEST = "workers.json"
+
+
+@dataclass(frozen=True)
+class StageState:
+    """``incomplete``: see ``StageValues``. ``buffers``: batch norm's, those of the stage."""
+
+    momentum: Tensor | None
+    incomplete: tuple[int, Tensor] | None
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """``finished``: minibatches of each worker. ``seed``: of data and of what the model draws."""
+
+    folder: str
+    finished: int
+    seed: int = 0
+
+    def server(self, number: int) -> Path:
+        """The file of a server."""
+        return Path(self.folder) / f"server-{number}-at-{self.finished}.pt"
+
+    def stage(self, worker: int, stage: int) -> Path:
+        """The file of a stage."""
+        return Path(self.folder) / f"worker-{worker}-stage-{stage}-at-{self.finished}.pt"
+
+
+def save_server(at: Checkpoint, number: int, values: Sequence[Tensor]) -> None:
+    """A server's pieces."""
+    _write(at.server(number), {"values": [own.clone() for own in values]})
+
+
+def save_stage(at: Checkpoint, worker: int, stage: int, state: StageState) -> None:
+    """What a stage has beside them."""
+    count, update = (0, None) if state.incomplete is None else state.incomplete
+    kept = {"momentum": state.momentum, "minibatches": count, "update": update, "buffers": state.buffers}
+    _write(at.stage(worker, stage), kept)
+
+
+def save_manifest(at: Checkpoint, plan: WavePlan) -> None:
+    """What the rest belongs to; from now on the checkpoint is there, and an earlier one in this folder is removed."""
+    text = json.dumps({"format": FORMAT, "finished": at.finished, "seed": at.seed, "plan": _look(plan)}, indent=1)
+    write_text_atomically(Path(at.folder) / MANIFEST, text, error=CheckpointError)
+    for old in Path(at.folder).glob("*-at-*.pt"):
+        if not old.name.endswith(f"-at-{at.finished}.pt"):
+            old.unlink(missing_ok=True)
+
+
+def checkpoint_of(folder: str, plan: WavePlan) -> Checkpoint:
+    """The checkpoint in a folder. CheckpointError in one line if there is no checkpoint, or it is of another plan."""
+    place = Path(folder) / MANIFEST
+    text = read_text(place, what="checkpoint of virtual workers", error=CheckpointError)
+    try:
+        found = json.loads(text)
+        made, found_one, look = found["format"], Checkpoint(folder, int(found["finished"]), int(found["seed"])), found["plan"]
+    except (ValueError, TypeError, KeyError, RecursionError) as cause:
+        said = f"no checkpoint of virtual workers ({first_line(cause)})"
+        raise CheckpointError(f"{place}: {said}; expected what soap-run --save wrote") from None
+    if made != FORMAT:
+        raise CheckpointError(f"{place}: format {made}; expected {FORMAT}: of this version")
+    own = _look(plan)
+    for name, value in own.items():
+        if look.get(name) != value:
+            raise CheckpointError(f"{place}: saved with other {name}; expected those of the strategy: resume with the same one")
+    return found_one
+
+
+def server_values(at: Checkpoint, number: int) -> list[Tensor]:
+    """See ``save_server``."""
+    found = _read(at.server(number))
+    values: list[Tensor] = found["values"]
+    return values
+
+
+def stage_state(at: Checkpoint, worker: int, stage: int) -> StageState:
+    """See ``save_stage``."""
+    found = _read(at.stage(worker, stage))
+    begun = None if found["update"] is None else (int(found["minibatches"]), found["update"])
+    return StageState(found["momentum"], begun, found["buffers"])
+
+
+def _look(plan: WavePlan) -> dict[str, Any]:
+    """What must be the same when a run goes on."""
+    stages = [[[stage.device, stage.first, stage.end] for stage in own] for own in plan.workers]
+    pieces = {name: [[*piece.span, piece.server] for piece in own] for name, own in plan.pieces.items()}
+    return {"stages": stages, "minibatches in flight": plan.in_flight, "pieces": pieces}
+
+
+def _write(place: Path, kept: dict[str, Any]) -> None:
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as cause:
+        raise CheckpointError(f"{place.parent}: cannot be made: {reason(cause)}; save to another folder") from None
+    stream = io.BytesIO()
+    torch.save(kept, stream)
+    write_bytes_atomically(place, stream.getvalue(), error=CheckpointError)
+
+
+def _read(place: Path) -> dict[str, Any]:
+    try:
+        check_archive(place)
+        found: dict[str, Any] = torch.load(place, weights_only=True)
+    except Exception as cause:  # torch fails in many ways
+        raise CheckpointError(f"{place}: cannot be read ({first_line(cause)}); take another checkpoint") from None
+    return found
+
 
 LATEST = -1
 """Instead of a version: the last one."""
@@ -237,7 +353,7 @@ class _Rank:
 
     def __init__(self, job: Job, rank: int) -> None:
         self._job, self._plan, self._rank = job, job.plan, rank
-        self._before = None if job.resume is None else saved.checkpoint_of(job.resume, job.plan)
+        self._before = None if job.resume is None else checkpoint_of(job.resume, job.plan)
         self._finished = 0 if self._before is None else self._before.finished
         version = self._finished // self._plan.in_flight
         self._model = job.source.load()
@@ -248,7 +364,7 @@ class _Rank:
         self._listener: Listener | None = None
         self._clients: list[Client] = []
         self._ways = (dist.new_group(timeout=UNLIMITED), dist.new_group(timeout=UNLIMITED))
-        secret: bytes = _from_first(secrets.token_bytes(32))
+        secret = from_first(lambda: secrets.token_bytes(32))
         self._address = own_address()
         if rank in self._plan.servers:
             self._serve(self._plan.servers.index(rank), version, secret)
@@ -289,7 +405,7 @@ class _Rank:
             pieces = self._plan.held_by(number)
             values = [self._values[piece.parameter].reshape(-1)[slice(*piece.span)] for piece in pieces]
         else:
-            values = saved.server_values(self._before, number)
+            values = server_values(self._before, number)
         self._desk = Desk(self._plan, self._finished) if number == 0 else None
         self._server = WaveServer(self._plan, number, values, version, self._desk)
         self._listener = Listener(self._server.answer, secret, self._address)
@@ -308,39 +424,36 @@ class _Rank:
         program = StageProgram(model, own, frozen, buffers, job.source.seed, first=stage == 0, last=last)
         self._buffers, self._program = buffers, program
         updates = Updates(job.optimizer, job.schedule, count, self._finished)
-        before = None if self._before is None else saved.stage_state(self._before, worker, stage)
+        before = None if self._before is None else stage_state(self._before, worker, stage)
         begun = None
         if before is not None:
             updates.momentum, begun = before.momentum, before.incomplete
             buffers.update(before.buffers)
         self._clients = [Client(plan, worker, stage, addresses, secret) for _ in range(3)]
         asker, puller, pusher = self._clients
-        pulled = puller.pull(version, version)
+        clients, pulled = (asker, puller, pusher), puller.pull(version, version)
         if pulled is None:
             pulled = next(iter(self._values.values())).new_zeros(0)
         values = StageValues(plan.in_flight, pulled, version, begun)
         puller.pulled_bytes = 0  # what it begins with counts as no pull
         delay_s = job.delays_s[worker] if job.delays_s else 0.0
         goal = self._finished + job.minibatches[worker]
-        clients = asker, puller, pusher
-        return StageWork(
-            plan, worker, stage, program, values, updates, batch, clients, self._finished, goal, delay_s, self._ways
-        )
+        return StageWork(plan, worker, stage, program, values, updates, batch, clients, self._finished, goal, delay_s, self._ways)
 
     def _save(self, folder: str) -> None:
         """Whole versions, and what each worker has beside them."""
         finished = self._finished + self._job.minibatches[0]
-        at = saved.Checkpoint(folder, finished, self._job.source.seed)
+        at = Checkpoint(folder, finished, self._job.source.seed)
         if self._server is not None:
             number = self._plan.servers.index(self._rank)
-            saved.save_server(at, number, [*self._server.held(finished // self._plan.in_flight).values()])
+            save_server(at, number, [*self._server.held(finished // self._plan.in_flight).values()])
         if self._work is not None:
             worker, stage = self._plan.by_rank[self._rank]
-            state = saved.StageState(self._work.updates.momentum, self._work.values.incomplete, self._program.own_buffers())
-            saved.save_stage(at, worker, stage, state)
+            state = StageState(self._work.updates.momentum, self._work.values.incomplete, self._program.own_buffers())
+            save_stage(at, worker, stage, state)
         signs.meet()
         if self._rank == 0:
-            saved.save_manifest(at, self._plan)
+            save_manifest(at, self._plan)
         signs.meet()
 
     def _own_values(self) -> Any:
@@ -378,9 +491,3 @@ class _Minibatches:
 
     def __call__(self, number: int) -> Sequence[Tensor]:
         return self.batches.batch([number * self.workers + self.worker])
-
-
-def _from_first(value: Any) -> Any:
-    held = [value]
-    dist.broadcast_object_list(held, 0)
-    return held[0]

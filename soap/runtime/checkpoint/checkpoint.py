@@ -22,16 +22,21 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from soap.errors import CheckpointError, SoapError
 from soap.model.regions import lengths, subtract, volume, whole
 from soap.plan.plan import Plan
-from soap.runtime.checkpoint.folder import MANIFEST, begin, discard, publish, resolve, unwritable
 from soap.runtime.checkpoint.manifest import (
+    MANIFEST,
     NO_STATE,
     Manifest,
+    begin,
     damaged,
+    discard,
     model_name,
+    publish,
     read_manifest,
     require_optimizer,
+    resolve,
     state_name,
     sync_state_name,
+    unwritable,
 )
 from soap.runtime.checkpoint.rank_state import (
     Known,
@@ -49,11 +54,10 @@ from soap.runtime.comm.redistribute import Communicator
 from soap.runtime.compression.peer import CompressedTraining
 from soap.runtime.step.gradients import Gradients
 from soap.runtime.sync.shards import ShardStore
-from soap.runtime.updates import schedules
+from soap.runtime.updates import optimizers
 from soap.runtime.updates.loss_scaling import LossScaler
-from soap.runtime.updates.optimizers import recorded_name
+from soap.runtime.updates.optimizers import Schedule, recorded_name
 from soap.runtime.updates.parts import Part
-from soap.runtime.updates.schedules import Schedule
 from soap.tracing.execute import TracedModel
 
 
@@ -151,7 +155,7 @@ def save_checkpoint(
     known = _together(comm, lambda: join(everywhere))
     own = _together(comm, training.schedule.record)
     records = comm.gather(own)
-    schedule = _together(comm, lambda: schedules.joined(records))
+    schedule = _together(comm, lambda: optimizers.joined(records))
     begun = _together(comm, lambda: begin(folder, step) if comm.rank == 0 else None)
     temporary, save_id = comm.gather((begun, secrets.token_hex(8)))[0]
     ranks = states_of(comm, training.shards, training.gradients)
@@ -188,7 +192,7 @@ def load_checkpoint(path: str | Path, training: Training, buffers: Mapping[str, 
     ids = comm.gather(manifest.save_id)
     if len(set(ids)) > 1:
         raise CheckpointError(f"ranks see different checkpoints at {str(path)!r}; expected a folder that all ranks share")
-    schedules.require_same(comm.gather(training.schedule.name), manifest.schedule, str(checkpoint))
+    optimizers.require_same(comm.gather(training.schedule.name), manifest.schedule, str(checkpoint))
     require_same_training(training.compressing, training.shards, manifest, str(checkpoint))
     read_buffers = {name: torch.empty_like(tensor) for name, tensor in buffers.items()}
     regions = [Region(model_name(name), tuple(t.shape), whole(t.shape), t) for name, t in read_buffers.items()]

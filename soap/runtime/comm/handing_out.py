@@ -8,12 +8,30 @@ import pickle
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from soap.errors import SoapError, StoppedBySignal
 from soap.runtime.comm import signs
+
+T = TypeVar("T")
+
+
+def from_first(make: Callable[[], T]) -> T:
+    """What ``make`` gives on rank 0, on all ranks; what it raises of ours is raised on all of them. Called on all ranks at once."""
+    held: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            held[0] = make()
+        except SoapError as failure:
+            held[0] = failure
+    signs.meet()  # making it may take longer than a collective waits
+    dist.broadcast_object_list(held, 0)
+    if isinstance(held[0], SoapError):
+        raise held[0]
+    found: T = held[0]
+    return found
 
 
 def hand_out(rank: int, ranks: int, make: Callable[[], Iterable[bytes]]) -> tuple[bytes, bytes]:

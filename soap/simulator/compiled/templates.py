@@ -36,9 +36,17 @@ class Templates:
             self._columns[f"{name}_ptr"].add([0])
         self._accelerators = frozenset(device.index for device in communication.topology.devices if device.type.kind != "cpu")
         self._arrays: SyncTemplates | None = None
+        self._keys: set[tuple[int, ...]] = set()
 
     def add(self, key: tuple[int, ...]) -> None:
-        """Add the template of a list of ``SyncTemplates.known``."""
+        """Add the template of a list of ``SyncTemplates.known``, and those that differ from it in the readers alone, of all sets of devices
+        that are known to sum: compiled code begins anew whenever one is missing."""
+        for own in (key, *((*key[:3], *devices) for devices in self._communication.groups)):
+            if own not in self._keys:
+                self._keys.add(own)
+                self._add(own)
+
+    def _add(self, key: tuple[int, ...]) -> None:
         code, need, setting, *devices = key
         sync, readers = self._codes.sync(code), tuple(devices)
         used, leaders = serving(self._communication.topology, sync, readers)

@@ -343,11 +343,11 @@ class _Maker:
         """Add the uses of regions on a device, or on all, to the group ``into`` or to a new one; returns its number."""
         if into == NEVER:
             into, self._groups = self._groups, self._groups + 1
-        tiles, first = self._plan.tiles, self._plan.first_tile
+        deliveries = self._plan.deliveries
         for region in regions:
             number, size = (region_number(parameter, region.box), box_bytes(self._plan, parameter, region.box)) if parameter else (NEVER, 0)
             for operator, tile, _ in region.uses:
-                if device is None or tiles[first[operator] + tile].device == device:
+                if device is None or deliveries[operator].tile_devices[tile] == device:
                     self._uses.append((into, operator, tile, number, size))
         return into
 

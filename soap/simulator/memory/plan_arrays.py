@@ -1,13 +1,14 @@
 """A plan as arrays, for what is worked out of all its parts at once: who makes, holds, reads and sends which bytes.
 
 Each table is a named tuple of columns, one row for a tile, a holding, a piece and so on; rows refer to each other by their numbers, which
-count all operators' rows. Most of it depends on an operator's delivery alone (``plan.delivery.Delivery``), and is worked out once for each.
+count all operators' rows. Most of it depends on an operator's delivery alone (``plan.delivery.Delivery``), and is worked out once for
+all that are like it.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import Any, NamedTuple, get_type_hints
 from weakref import WeakKeyDictionary
@@ -16,7 +17,7 @@ import numpy as np
 
 from soap.model.graph import OperatorGraph, TensorKind
 from soap.model.regions import Box, in_one_piece, volume
-from soap.plan.delivery import Delivery
+from soap.plan.delivery import Delivery, PlacedDelivery
 from soap.plan.plan import Exchange, Holding, Message, Pattern, Plan, Reduction
 from soap.plan.row_counts import row_bytes, tile_lookups
 from soap.plan.tiling import Tile, made_bytes, windows
@@ -189,15 +190,29 @@ class PlanArrays(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """The tables of one delivery, with its own positions: by block an array [column, row], and how many rows it has. Columns that say where
-    something begins have here how many there are. Tiles have one column more, bytes of their parameters, which accelerators pack into one
-    piece, and readers the numbers of their operators, to which their tiles count."""
+    """The tables of one delivery, and of those that are like it, with its own positions: by block an array [column, row], and how many
+    rows it has. Columns that say where something begins have here how many there are. Tiles have one column more, bytes of their
+    parameters, which accelerators pack into one piece, and readers the numbers of their operators, to which their tiles count. Operators,
+    devices, parameters and regions are places in what each delivery has by itself (``_Names``); ``counts`` has how many of these there
+    are, too. ``regions``: place among the operator's inputs and parameters, and the box."""
 
     blocks: tuple[Longs, ...]
     counts: tuple[int, ...]
+    regions: tuple[tuple[int, Box], ...]
+
+
+class _Names(NamedTuple):
+    """What places in the tables of a delivery stand for: the operator and its readers, devices, its parameters' numbers among the graph's,
+    and numbers of regions."""
+
+    operators: Longs
+    devices: Longs
+    numbers: Longs
+    regions: Longs
 
 
 _PARTS: WeakKeyDictionary[Delivery, tuple[OperatorGraph, _Part]] = WeakKeyDictionary()
+_NAMES: WeakKeyDictionary[PlacedDelivery, tuple[OperatorGraph, _Names]] = WeakKeyDictionary()
 _REGIONS: defaultdict[tuple[str, Box], int] = defaultdict(count().__next__)
 """Numbers of regions of tensors, in the order in which they were first asked for."""
 
@@ -216,14 +231,19 @@ REFERS = {
     ("outputs", "tile"): "tiles", ("given", "tile"): "tiles", ("parameters", "tile"): "tiles", ("holdings", "tile"): "tiles",
     ("holdings", "sum"): "sums", ("holdings", "output"): "outputs", ("readers", "fetch"): "fetches", ("pieces", "fetch"): "fetches",
     ("pieces", "holding"): "holdings", ("pieces", "carrier"): "carriers", ("part", "part"): "pieces", ("member", "member"): "tiles",
-    ("sum_devices", "sum"): "sums",
+    ("sum_devices", "sum"): "sums", ("tiles", "operator"): "operators", ("readers", "operator"): "operators",
+    ("sums", "operator"): "operators", ("tiles", "device"): "devices", ("holdings", "device"): "devices", ("fetches", "device"): "devices",
+    ("sum_devices", "device"): "devices", ("parameters", "parameter"): "numbers", ("parameters", "region"): "regions",
+    ("given", "region"): "regions",
 }  # fmt: skip
-"""(block, column) -> the table of which its numbers are; below 0 there is none."""
+"""(block, column) -> the table, or field of ``_Names``, of which its numbers are; below 0 there is none."""
 
 
 def plan_arrays(plan: Plan) -> PlanArrays:
     """The arrays of a plan."""
-    found = _joined([_part_of(plan, position) for position in range(len(plan.deliveries))])
+    numbers = {tensor.name: number for number, tensor in enumerate(plan.graph.parameters)}
+    parts = [_part_of(plan.graph, own.like) for own in plan.deliveries]
+    found = _joined(parts, [_names_of(plan.graph, own, part, numbers) for own, part in zip(plan.deliveries, parts, strict=True)])
     tiles, readers, carriers = found["tiles"], found["readers"], found["carriers"]
     readers["tile"] += np.array(plan.first_tile, np.int64)[readers.pop("operator")]
     tiles["kept"] += tiles.pop("packed") * np.isin(tiles["device"], list(plan.accelerators))
@@ -238,10 +258,11 @@ def plan_arrays(plan: Plan) -> PlanArrays:
     return PlanArrays(**{name: table(**found[name]) for name, table in TABLES.items()})
 
 
-def _joined(parts: Sequence[_Part]) -> dict[str, dict[str, Any]]:
+def _joined(parts: Sequence[_Part], names: Sequence[_Names]) -> dict[str, dict[str, Any]]:
     """By block the columns of all parts, with the plan's positions."""
-    counts = np.array([part.counts for part in parts], np.int64).reshape(-1, len(BLOCKS))
-    firsts = dict(zip(BLOCKS, (np.cumsum(counts, axis=0) - counts).T, strict=True))
+    counts = np.array([part.counts for part in parts], np.int64).reshape(-1, len(BLOCKS) + len(_Names._fields))
+    firsts = dict(zip((*BLOCKS, *_Names._fields), (np.cumsum(counts, axis=0) - counts).T, strict=True))
+    meant = {name: np.concatenate([getattr(own, name) for own in names]) for name in _Names._fields}
     found: dict[str, dict[str, Any]] = {}
     for place, (name, columns) in enumerate(BLOCKS.items()):
         blocks = [part.blocks[place] for part in parts if part.counts[place]]
@@ -251,6 +272,8 @@ def _joined(parts: Sequence[_Part]) -> dict[str, dict[str, Any]]:
             if (to := REFERS.get((name, column))) is not None:
                 shift = np.repeat(firsts[to], counts[:, place])
                 np.add(found[name][column], shift, out=found[name][column], where=found[name][column] >= 0)
+                if to in meant:
+                    found[name][column] = meant[to][found[name][column]]
     return found
 
 
@@ -258,24 +281,34 @@ def _begins(counts: Sequence[int] | Longs) -> Longs:
     return np.concatenate(([0], np.cumsum(np.asarray(counts, np.int64))))
 
 
-def _part_of(plan: Plan, position: int) -> _Part:
-    delivery = plan.deliveries[position]
+def _part_of(graph: OperatorGraph, delivery: Delivery) -> _Part:
     known = _PARTS.get(delivery)
-    if known is None or known[0] is not plan.graph:
-        known = _PARTS[delivery] = plan.graph, _Maker(plan, position).made()
+    if known is None or known[0] is not graph:
+        known = _PARTS[delivery] = graph, _Maker(graph, delivery).made()
+    return known[1]
+
+
+def _names_of(graph: OperatorGraph, own: PlacedDelivery, part: _Part, numbers: Mapping[str, int]) -> _Names:
+    known = _NAMES.get(own)
+    if known is None or known[0] is not graph:
+        op = graph.operators[own.position]
+        operands = [(*op.inputs, *op.parameters)[place].tensor for place, _ in part.regions]
+        regions = [region_number(tensor, box) for tensor, (_, box) in zip(operands, part.regions, strict=True)]
+        rows = (own.position, *own.readers), own.devices, [numbers[operand.tensor] for operand in op.parameters], regions
+        known = _NAMES[own] = graph, _Names(*(np.array(row, np.int64) for row in rows))
     return known[1]
 
 
 class _Maker:
     """Makes the tables of one operator's delivery."""
 
-    def __init__(self, plan: Plan, position: int) -> None:
-        self._graph, self._own = plan.graph, plan.deliveries[position]
-        self._others, self._op = plan.deliveries, plan.graph.operators[position]
+    def __init__(self, graph: OperatorGraph, own: Delivery) -> None:
+        self._graph, self._own, self._op = graph, own, graph.operators[own.position]
+        self._place = {device: place for place, device in enumerate(own.devices)}
+        self._readers = {reader: 1 + place for place, reader in enumerate(own.readers)}
+        self._regions: dict[tuple[int, Box], int] = {}
         self._rows: dict[str, list[tuple[int, ...]]] = {name: [] for name in BLOCKS}
-        self._numbers = {own.name: k for k, own in enumerate(plan.graph.parameters)} if self._op.parameters else {}
         self._output_rows: dict[tuple[int, str], int] = {}
-        self._operands: dict[int, tuple[str, ...]] = {}
 
     def made(self) -> _Part:
         """All of them."""
@@ -288,7 +321,8 @@ class _Maker:
         for number, reduction in enumerate(self._own.reductions):
             self._sum(number, reduction)
         blocks = (np.array(self._rows[name], np.int64).reshape(-1, len(columns)).T for name, columns in BLOCKS.items())
-        return _Part(tuple(blocks), tuple(len(rows) for rows in self._rows.values()))
+        named = 1 + len(self._readers), len(self._place), len(self._op.parameters), len(self._regions)
+        return _Part(tuple(blocks), (*map(len, self._rows.values()), *named), tuple(self._regions))
 
     def _box_bytes(self, tensor: str, box: Box) -> int:
         return volume(box) * self._graph.tensors[tensor].itemsize
@@ -296,14 +330,11 @@ class _Maker:
     def _shares(self, tile: Tile) -> Shares:
         return shares_of(self._graph, self._graph.operators[tile.operator], tile.intervals)
 
-    def _keeps(self, position: int, shares: Shares, tensor: str) -> bool:
-        """Whether autograd keeps the region of an operand of an operator's tile."""
-        op, operands = self._graph.operators[position], self._operands.get(position)
-        if shares.keeps is None:
-            return True
-        if operands is None:
-            operands = self._operands[position] = tuple([operand.tensor for operand in (*op.inputs, *op.parameters, *op.outputs)])
-        return any([operands[place] == tensor for place in shares.keeps])
+    def _keeps(self, tile: Tile, tensor: str) -> bool:
+        """Whether autograd keeps a tile's region of an operand."""
+        places, op = self._shares(tile).keeps, self._graph.operators[tile.operator]
+        operands = enumerate((*op.inputs, *op.parameters, *op.outputs))
+        return places is None or any(place in places for place, operand in operands if operand.tensor == tensor)
 
     def _tile(self, number: int, tile: Tile) -> None:
         """Add a tile, what it makes, and what it reads of the batch and of parameters."""
@@ -313,26 +344,28 @@ class _Maker:
         held = shares.kept + padded, shares.product, shares.forward, backward, away_bytes(graph, tile)
         boxes = zip(op.parameters, tile.parameters, strict=True) if op.kind in PACKING_KINDS else ()
         packed = sum(self._box_bytes(operand.tensor, box) for operand, box in boxes)
-        self._rows["tiles"].append((tile.operator, tile.device, *held, tile.part or 0, packed))
+        self._rows["tiles"].append((0, self._place[tile.device], *held, tile.part or 0, packed))
         for place, output in enumerate(op.outputs):
             self._output_rows[number, output.tensor] = len(self._rows["outputs"])
-            keeps = self._keeps(tile.operator, shares, output.tensor)
+            keeps = self._keeps(tile, output.tensor)
             self._rows["outputs"].append((number, place, made_bytes(graph, op, tile, place), keeps))
-        for operand, box in zip(op.inputs, tile.inputs, strict=True):
+        for place, (operand, box) in enumerate(zip(op.inputs, tile.inputs, strict=True)):
             tensor = graph.tensors[operand.tensor]
             if tensor.kind in (TensorKind.INPUT, TensorKind.CONSTANT):
-                copied, keeps = not in_one_piece(box, tensor.shape), self._keeps(tile.operator, shares, operand.tensor)
-                region, size = region_number(operand.tensor, box), self._box_bytes(operand.tensor, box)
-                self._rows["given"].append((number, region, size, copied, keeps))
+                copied, keeps = not in_one_piece(box, tensor.shape), self._keeps(tile, operand.tensor)
+                self._rows["given"].append((number, self._region(place, box), self._box_bytes(operand.tensor, box), copied, keeps))
         for place, (operand, box) in enumerate(zip(op.parameters, tile.parameters, strict=True), len(op.inputs)):
             tensor, size = graph.tensors[operand.tensor], self._box_bytes(operand.tensor, box)
             rows_bytes, sparse = size, operand.tensor in graph.sparse
             if sparse and tile.operator in graph.backward_operators:
                 rows = min(box[0][1] - box[0][0], tile_lookups(graph, operand.tensor, tile))
                 rows_bytes = rows * row_bytes(graph, operand.tensor, box)
-            own = number, self._numbers[operand.tensor], region_number(operand.tensor, box), size, rows_bytes
-            flags = self._keeps(tile.operator, shares, operand.tensor), tensor.requires_grad, place in shares.in_rows, sparse
+            own = number, place - len(op.inputs), self._region(place, box), size, rows_bytes
+            flags = self._keeps(tile, operand.tensor), tensor.requires_grad, place in shares.in_rows, sparse
             self._rows["parameters"].append((*own, *flags))
+
+    def _region(self, place: int, box: Box) -> int:
+        return self._regions.setdefault((place, box), len(self._regions))
 
     def _holding(self, held: Holding) -> None:
         graph, op, summed = self._graph, self._op, held.reduction
@@ -342,7 +375,8 @@ class _Maker:
             in_rows = any(first + k in rows for k, out in enumerate(op.outputs) if out.tensor == held.tensor)
         output = self._output_rows[held.tile, held.tensor] if summed is None else -1
         size, gradient = self._box_bytes(held.tensor, held.box), graph.tensors[held.tensor].requires_grad
-        self._rows["holdings"].append((held.tile, held.device, -1 if summed is None else summed, output, size, gradient, in_rows))
+        own = held.tile, self._place[held.device], -1 if summed is None else summed, output
+        self._rows["holdings"].append((*own, size, gradient, in_rows))
 
     def _fetches(self) -> None:
         """Add the fetches with their pieces and readers."""
@@ -351,18 +385,18 @@ class _Maker:
             gradient, holdings = self._graph.tensors[fetch.tensor].requires_grad, self._own.holdings
             remote = any(holdings[holding].device != fetch.device for _, holding in fetch.pieces)
             size = self._box_bytes(fetch.tensor, fetch.box)
-            self._rows["fetches"].append((fetch.device, size, gradient, remote, len(fetch.pieces), len(fetch.consumers)))
+            self._rows["fetches"].append((self._place[fetch.device], size, gradient, remote, len(fetch.pieces), len(fetch.consumers)))
             for reader, tile, place in fetch.consumers:
-                shares = self._shares(self._others[reader].tiles[tile])
-                keeps = self._keeps(reader, shares, fetch.tensor)
-                self._rows["readers"].append((number, tile, place, keeps, place in shares.in_rows, place in shares.spread, reader))
+                shares = self._shares(self._own.readers[reader][tile])
+                keeps = self._keeps(self._own.readers[reader][tile], fetch.tensor)
+                flags = keeps, place in shares.in_rows, place in shares.spread
+                self._rows["readers"].append((number, tile, place, *flags, self._readers[reader]))
             for place, (box, holding) in enumerate(fetch.pieces):
                 held = holdings[holding]
                 own = number, holding, self._box_bytes(fetch.tensor, box), held.device != fetch.device
                 moved = carriers.get((number, place), -1), (number, place) in apart
-                whole, all_held = box == fetch.box, box == held.box
-                lies = whole or lies_in_one_piece(box, fetch.box), all_held or lies_in_one_piece(box, held.box)
-                self._rows["pieces"].append((*own, *moved, whole, all_held, *lies))
+                lies = lies_in_one_piece(box, fetch.box), lies_in_one_piece(box, held.box)
+                self._rows["pieces"].append((*own, *moved, box == fetch.box, box == held.box, *lies))
 
     def _all_carriers(self) -> list[Message | Exchange]:
         return [*self._own.messages, *self._own.exchanges]
@@ -383,7 +417,7 @@ class _Maker:
         size, whole = tensor.partial_itemsize, volume(own.box)
         in_place = bool(own.cells) and cells_land_in_place(own.box, own.cells)
         sizes = whole * size, whole * tensor.itemsize
-        self._rows["sums"].append((own.operator, own.output, *sizes, bool(own.cells), in_place, len(own.tiles), len(own.devices)))
+        self._rows["sums"].append((0, own.output, *sizes, bool(own.cells), in_place, len(own.tiles), len(own.devices)))
         self._rows["member"] += [(tile,) for tile in own.tiles]
         for device, cell in zip(own.devices, own.cells or [own.box] * len(own.devices), strict=True):
             others = [box for other, box in zip(own.devices, own.cells, strict=False) if other != device and volume(box)]
@@ -391,7 +425,7 @@ class _Maker:
             lying = sum(volume(box) for box, lies in zip(others, lie, strict=True) if not lies) + whole * any(lie)
             sent = sum(volume(box) for box in others)
             sizes = volume(cell) * size, volume(cell) * tensor.itemsize
-            self._rows["sum_devices"].append((number, device, *sizes, sent * size, lying * size, len(others)))
+            self._rows["sum_devices"].append((number, self._place[device], *sizes, sent * size, lying * size, len(others)))
 
 
 def region_number(tensor: str, box: Box) -> int:

@@ -96,8 +96,8 @@ def _first_parts(plan: Plan) -> list[Part]:
     """By carrier of ``PlanArrays``, the first part that it brings."""
     messages, exchanges, found = iter(plan.messages), iter(plan.exchanges), list[Part]()
     for own in plan.deliveries:
-        found += (carrier.parts[0] for carrier in islice(messages, len(own.messages)))
-        found += (carrier.parts[0] for carrier in islice(exchanges, len(own.exchanges)))
+        found += (carrier.parts[0] for carrier in islice(messages, len(own.like.messages)))
+        found += (carrier.parts[0] for carrier in islice(exchanges, len(own.like.exchanges)))
     return found
 
 

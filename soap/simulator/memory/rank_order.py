@@ -155,11 +155,11 @@ class _Ordering:
 
     def _seeds(self) -> list[int]:
         """Tiles at which the backward pass begins."""
-        graph, bounds = self._plan.graph, (*self._plan.first_tile, len(self._plan.tiles))
+        graph, first = self._plan.graph, self._plan.first_tile
         seeds = [name for name in self._epilogue.seeds if name in graph.producers and graph.tensors[name].requires_grad]
-        first = {graph.producers[name][0] for name in seeds}
-        tiles = [tile for operator in first for tile in range(bounds[operator], bounds[operator + 1])]
-        return [tile for tile in tiles if self._plan.tiles[tile].replica == 0]
+        makers = {graph.producers[name][0] for name in seeds}
+        tiles = ((first[maker] + tile.index, tile.replica) for maker in makers for tile in self._plan.deliveries[maker].like.tiles)
+        return [tile for tile, replica in tiles if replica == 0]
 
     def _answered(self, active: _Active) -> Bools:
         """``answered_from_afar``, by tile."""

@@ -18,10 +18,12 @@ def fetched_bytes(plan: Plan) -> list[int]:
     A region with only local pieces counts once per consumer, because each consumer may be in a segment of its own, which assembles it.
     """
     result = [0] * plan.device_count
+    first = 0
     for own in plan.deliveries:
-        for number, k in received_apart(own):
-            fetched = own.fetches[number]
-            result[fetched.device] += box_bytes(plan, fetched.tensor, fetched.pieces[k][0])
+        for number, k in received_apart(own.like):
+            fetch = plan.fetches[first + number]
+            result[fetch.device] += box_bytes(plan, fetch.tensor, fetch.pieces[k].box)
+        first += len(own.like.fetches)
     for fetch in plan.fetches:
         remote = any(is_remote(plan, fetch, piece) for piece in fetch.pieces)
         region = box_bytes(plan, fetch.tensor, fetch.box)

@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-from soap.tracing.rules import (
-    attention,
-    complex,
-    convolution,
-    embedding,
-    experts,
-    index,
-    linear,
-    loss,
-    norm,
-    pad,
-    pooling,
-    random,
-    recurrent,
-    reduce,
-    resample,
-    scatter,
-    shape,
-    state,
-)
-from soap.tracing.rules.registry import registered, tiled
+import soap.tracing.rules.attention
+import soap.tracing.rules.complex
+import soap.tracing.rules.experts
+import soap.tracing.rules.index
+import soap.tracing.rules.linear
+import soap.tracing.rules.loss
+import soap.tracing.rules.norm
+import soap.tracing.rules.random
+import soap.tracing.rules.recurrent
+import soap.tracing.rules.reduce
+import soap.tracing.rules.shape
+import soap.tracing.rules.windows  # noqa: F401
+from soap.tracing.rules.notation import registered, tiled
 
-__all__ = [
-    "attention", "complex", "convolution", "embedding", "experts", "index", "linear", "loss",
-    "norm", "pad", "pooling", "random", "recurrent", "reduce", "registered", "resample", "scatter", "shape", "state",
-    "tiled",
-]  # fmt: skip
+__all__ = ["registered", "tiled"]

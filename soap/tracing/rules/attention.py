@@ -11,9 +11,8 @@ import torch.nn.functional as F
 from soap.model.graph import WHOLE, DimMap
 from soap.model.regions import Interval
 from soap.tracing.calls import argument
-from soap.tracing.rules.notation import Local, Maps, Scope, Tiled, View, blocks, broadcast
+from soap.tracing.rules.notation import Local, Maps, Scope, Tiled, View, blocks, broadcast, rule
 from soap.tracing.rules.random import dropped, keep_mask
-from soap.tracing.rules.registry import rule
 from soap.tracing.types import LOWER_TYPES
 
 Band = tuple[int | None, int | None]

@@ -12,8 +12,7 @@ import torch
 
 from soap.model.graph import WHOLE, DimMap
 from soap.tracing.calls import as_complex, as_real
-from soap.tracing.rules.notation import Local, Scope, Tiled, View
-from soap.tracing.rules.registry import pointwise, rule
+from soap.tracing.rules.notation import Local, Scope, Tiled, View, pointwise, rule
 
 
 def with_real(base: torch.Tensor, real: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Products of rows with the matrix of the expert to which each row belongs: mixtures of experts. Each row names its expert, so a tile may
-have any rows and any experts (``soap.tracing.experts`` brings programs into this form, ``soap.tracing.forms`` single calls). The product is
-a registered operator of torch's kind, because how many rows an expert has is known only when it runs."""
+have any rows and any experts (``soap.tracing.rewriting`` brings programs into this form, ``soap.tracing.forms`` single calls). The product
+is a registered operator of torch's kind, because how many rows an expert has is known only when it runs."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 
-from soap.tracing.rules.notation import Local, Tiled, View, einsum
-from soap.tracing.rules.registry import rule
+from soap.tracing.rules.notation import Local, Tiled, View, einsum, rule
 
 LIBRARY_OPERATORS = {"transformers.grouped_mm_fallback": "soap.grouped_mm"}
 """Operators that other libraries register when they are imported -> the operator here that means the same, with the same arguments: files
-that call them are read without these libraries (``soap.tracing.archive``)."""
+that call them are read without these libraries (``soap.tracing.load``)."""
 
 _LIBRARY: Any = torch.library.Library("soap", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define("expert_mm(Tensor input, Tensor weight, Tensor ids) -> Tensor")

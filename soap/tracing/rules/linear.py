@@ -7,8 +7,7 @@ from math import prod
 import torch
 import torch.nn.functional as F
 
-from soap.tracing.rules.notation import Local, Scope, Tiled, View, broadcast, einsum
-from soap.tracing.rules.registry import rule
+from soap.tracing.rules.notation import Local, Scope, Tiled, View, broadcast, einsum, rule
 
 
 def _matmul_flops(view: View, inner: int) -> int:

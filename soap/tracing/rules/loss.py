@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from soap.model.graph import WHOLE
-from soap.tracing.rules.notation import Local, Maps, Scope, Tiled, View, broadcast, broadcast_shape
-from soap.tracing.rules.registry import rule
+from soap.tracing.rules.notation import Local, Maps, Scope, Tiled, View, broadcast, broadcast_shape, rule
 
 MEAN, SUM = 1, 2
 """ATen's numbers for the reductions (0: none)."""

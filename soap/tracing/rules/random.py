@@ -13,8 +13,7 @@ from torch.autograd.function import once_differentiable
 from soap.model.graph import DimMap, drawn_blocks
 from soap.model.regions import Box, lengths
 from soap.tracing.calls import Ref, argument, substitute
-from soap.tracing.rules.notation import Local, Maps, Scope, Tiled, View
-from soap.tracing.rules.registry import pointwise, rule
+from soap.tracing.rules.notation import Local, Maps, Scope, Tiled, View, pointwise, rule
 
 NOTHING = DimMap(None, 0, 0, 0)
 """Marks a dimension of which no element is read."""

@@ -10,9 +10,8 @@ import torch.nn.functional as F
 
 from soap.model.graph import WHOLE
 from soap.tracing.calls import is_random
-from soap.tracing.rules.notation import Local, Scope, Tiled, View, einsum
+from soap.tracing.rules.notation import Local, Scope, Tiled, View, einsum, rule
 from soap.tracing.rules.random import dropped, keep_mask
-from soap.tracing.rules.registry import rule
 
 
 @rule("aten.lstm.input", "aten.gru.input", "aten.rnn_tanh.input", "aten.rnn_relu.input")

@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from soap.model.graph import WHOLE, DimMap
-from soap.tracing.rules.notation import Local, Scope, Tiled, View, broadcast, broadcast_shape
-from soap.tracing.rules.registry import pointwise, rule
+from soap.tracing.rules.notation import Local, Scope, Tiled, View, broadcast, broadcast_shape, pointwise, rule
 
 
 def _reduced(view: View) -> set[int]:

@@ -28,10 +28,6 @@ METHODS: dict[str, tuple[Compression, ...]] = {
 SETTINGS = [own for settings in METHODS.values() for own in settings]
 SHAPES: tuple[tuple[int, ...], ...] = ((40, 70), (3, 2, 5), (9000,), (1,), (), (0,), (0, 3), (5000, 3))
 TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-EXACT_TYPES = (torch.float32, torch.float64)
-"""Whose residuals have the gradient's type, so that gradients can be compared with sums to the bit."""
-
-
 def gradient(shape: Sequence[int], dtype: torch.dtype, seed: int, kind: str = "normal") -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     if kind == "zeros":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from itertools import product
-from math import prod
+from math import inf, nan, prod
 
 import pytest
 import torch
@@ -79,9 +79,8 @@ def test_what_is_sent_and_kept_is_what_there_was(compression: Compression) -> No
 
 
 @settings
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_finite_is_refused_in_one_line_and_changes_nothing(compression: Compression, bad: float) -> None:
-    for dtype in TYPES:
+def test_what_is_not_finite_is_refused_in_one_line_and_changes_nothing(compression: Compression) -> None:
+    for dtype, bad in zip(TYPES, (nan, inf, -inf, nan), strict=True):
         compressor = compressor_of(compression, (30, 40), dtype, 0, 2)
         state = compressor.fresh()
         compressor.compress(state, gradient((30, 40), dtype, 1))
@@ -168,7 +167,7 @@ def test_a_copy_of_the_state_goes_on_as_the_state_does(compression: Compression)
     for own in given:
         copies.append([saved(state) for state in peers.states])
         totals.append(peers.synchronize(own)[0])
-    for stop in range(1, 8):
+    for stop in every(2, range(1, 8)):
         other = Peers(compression, shape, dtype, RANKS)
         other.states = copies[stop]
         assert all(torch.equal(other.synchronize(own)[0], total) for own, total in zip(given[stop:], totals[stop:], strict=True))

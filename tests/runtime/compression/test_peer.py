@@ -16,7 +16,6 @@ from soap.strategy.compression import Compression, PowerSgd, Rgc
 from tests.runtime.compression.cases import METHODS, gradient
 
 SHAPE = (40, 70)
-EVERY = [own for group in METHODS.values() for own in group]
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
@@ -62,9 +61,8 @@ def test_a_threshold_of_another_density_is_not_used_again(place: str, monkeypatc
     assert 100 <= count(rising) <= 200 and rising.state.numbers["age"] == 1
 
 
-@pytest.mark.parametrize("compression", EVERY, ids=repr)
-@pytest.mark.parametrize("dense", [0, 1])
-@pytest.mark.parametrize("momentum", [None, Momentum(0.9), Momentum(0.9, nesterov=True)])
+@pytest.mark.parametrize("compression", [own[0] for own in METHODS.values()], ids=repr)
+@pytest.mark.parametrize(("dense", "momentum"), [(0, None), (0, Momentum(0.9)), (1, Momentum(0.9, nesterov=True))])
 def test_what_is_not_finite_changes_neither_u_nor_anything_else(compression: Compression, dense: int, momentum: Momentum | None) -> None:
     """In compressed steps, and in dense ones before them."""
     peer = Peer(compression, SHAPE, torch.float32, 0, 1, CompressedTraining(momentum, WarmUp(2 * dense)))

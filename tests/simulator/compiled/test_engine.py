@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from soap import api, zoo
+from soap import api
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
 from soap.profiles.roofline import RooflineCosts
@@ -20,7 +20,7 @@ from soap.strategy.config import Strategy
 from soap.strategy.sync import parameter_server
 from soap.tracing.importer import import_program
 from tests.complex_modules import batches, module_of
-from tests.extent import MANY, often, so_many
+from tests.extent import MANY, often
 from tests.simulator.compiled.agreement import compiled_tasks, reference_tasks, synchronized
 from tests.simulator.examples import batch_split, chain, pairwise_cluster
 from tests.strategies import GPU, cases, cluster
@@ -34,10 +34,6 @@ def check(engine: Engine, costs: RooflineCosts, strategy: Strategy) -> None:
     assert makespan_ns == max(end for _, _, _, end, _ in expected.values())
 
 
-OFTEN = {"alexnet", "dlrm", "gpt", "rnnlm"}
-"""``test_delta.test_zoo`` holds nearly all to the same, task by task."""
-
-
 @pytest.mark.slow
 @settings(MANY, suppress_health_check=list(HealthCheck))
 @given(cases(servers=True), st.sampled_from((0, 2)))
@@ -46,19 +42,6 @@ def test_random_cases(case: tuple[OperatorGraph, Topology, Strategy], states: in
     graph, topology, strategy = case
     costs = RooflineCosts(topology, states)
     check(Engine(graph, topology, costs), costs, strategy)
-
-
-@pytest.mark.parametrize("model", often(zoo.names(), OFTEN, pytest.mark.slow))
-def test_models(model: str) -> None:
-    """Classical and random strategies, with and without parameter servers, one after the other on one engine."""
-    graph, topology = api.load(f"zoo:{model}:tiny", plan_only=True).graph, api.load_cluster("p100-4x4")
-    draw, costs = random.Random(0), RooflineCosts(topology)
-    engine = Engine(graph, topology, costs)
-    strategies = [api.classical(name, graph, topology) for name in CLASSICAL]
-    strategies += [random_strategy(graph, topology, draw) for _ in range(so_many(1, 3))]
-    for strategy in strategies:
-        check(engine, costs, strategy)
-        check(engine, costs, synchronized(strategy, graph, draw))
 
 
 @pytest.mark.parametrize("name", often(["spectral", "operator", "plane"], ["spectral", "operator"], pytest.mark.slow))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from soap.tracing.rules.embedding import equal_bags
 from soap.tracing.rules.experts import expert_mm
+from soap.tracing.rules.index import equal_bags
 from tests.tracing.drawing import Draw, Drawn, call, draws
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from soap.tracing.calls import BufferRef
-from soap.tracing.rules.state import keep_state, next_state
+from soap.tracing.rules.norm import keep_state, next_state
 from tests.tracing.drawing import Draw, Drawn, draws
 
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.tracing.kinds.registry import Built, Lossy, kind, labels, weight
+from tests.tracing.kinds.registry import Built, Lossy, kind, labels
 
 
 @kind()
@@ -24,35 +24,6 @@ def in_batch_negatives() -> Built:
 
 
 @kind()
-def two_views() -> Built:
-    """SimCLR: both views through one encoder with batch norm, a sample's own similarity masked out."""
-
-    def run(m: Lossy, a: Tensor, b: Tensor) -> Tensor:
-        z = F.normalize(m.encoder(torch.cat([a, b])), dim=1)
-        similar = (z @ z.t() / 0.5).masked_fill(torch.eye(len(z), dtype=torch.bool), float("-inf"))
-        return F.cross_entropy(similar, torch.arange(len(z)).roll(len(a)))
-
-    encoder = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4))
-    return Built(Lossy(run, encoder=encoder).train(), (torch.randn(6, 6), torch.randn(6, 6)))
-
-
-@kind()
-def two_tower() -> Built:
-    """Retrieval: towers of tables, in-batch sampled softmax corrected by how often items are drawn."""
-
-    def run(m: Lossy, user: Tensor, history: Tensor, item: Tensor, often: Tensor) -> Tensor:
-        query = m.up(torch.cat([m.users(user), m.items(history).mean(1)], 1))
-        logits = query @ m.items(item).t() - often.log()
-        hits = item[:, None] == item[None, :]
-        logits = logits.masked_fill(hits & ~torch.eye(len(item), dtype=torch.bool), -1e9)
-        return F.cross_entropy(logits, torch.arange(len(item)))
-
-    parts = {"users": nn.Embedding(12, 4), "items": nn.Embedding(10, 6), "up": nn.Linear(10, 6)}
-    args = (labels(12, 8), labels(10, 8, 3), labels(10, 8), torch.rand(8) + 0.1)
-    return Built(Lossy(run, **parts), args)
-
-
-@kind()
 def hardest_triplets() -> Built:
     """The furthest sample of the same class and the nearest of another, found in the batch."""
 
@@ -65,23 +36,6 @@ def hardest_triplets() -> Built:
         return F.relu(furthest - nearest + 0.5).mean()
 
     return Built(Lossy(run, net=nn.Linear(5, 4)), (torch.randn(8, 5), torch.arange(8) % 3))
-
-
-@kind()
-def preferences() -> Built:
-    """DPO: chosen and rejected answers under a policy and a frozen copy of it."""
-
-    def score(net: nn.Module, ids: Tensor) -> Tensor:
-        told = net(ids[:, :-1]).log_softmax(-1)
-        return told.gather(-1, ids[:, 1:, None]).squeeze(-1).sum(-1)
-
-    def run(m: Lossy, chosen: Tensor, rejected: Tensor) -> Tensor:
-        with torch.no_grad():
-            before = score(m.before, chosen) - score(m.before, rejected)
-        return -F.logsigmoid(0.3 * (score(m.policy, chosen) - score(m.policy, rejected) - before)).mean()
-
-    policy, before = (nn.Sequential(nn.Embedding(9, 6), nn.Linear(6, 9)) for _ in range(2))
-    return Built(Lossy(run, policy=policy, before=before.requires_grad_(False)), (labels(9, 6, 5), labels(9, 6, 5)))
 
 
 @kind()
@@ -122,16 +76,3 @@ def pairwise_ranking() -> Built:
         return (F.softplus(-apart) * better).sum() / better.sum().clamp(min=1)
 
     return Built(Lossy(run, net=nn.Linear(5, 1)), (torch.randn(6, 4, 5), labels(3, 6, 4)))
-
-
-@kind()
-def attention_pooling_of_bags() -> Built:
-    """Multiple instances: attention over a bag's padded members."""
-
-    def run(m: Lossy, x: Tensor, count: Tensor, y: Tensor) -> Tensor:
-        there = torch.arange(x.shape[1]) < count[:, None]
-        wanted = (torch.tanh(m.key(x)) @ m.query).masked_fill(~there, float("-inf")).softmax(-1)
-        return F.binary_cross_entropy_with_logits(m.head((wanted[..., None] * x).sum(1)).squeeze(-1), y)
-
-    parts = {"key": nn.Linear(5, 6), "query": weight(6), "head": nn.Linear(5, 1)}
-    return Built(Lossy(run, **parts), (torch.randn(6, 4, 5), torch.tensor([4, 1, 2, 3, 4, 2]), torch.rand(6).round()))

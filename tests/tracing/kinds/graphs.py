@@ -48,23 +48,6 @@ def graph_attention() -> Built:
 
 
 @kind()
-def molecules() -> Built:
-    """Messages by distance, read out per molecule by segments (SchNet)."""
-
-    def run(m: Lossy, kinds: Tensor, place: Tensor, source: Tensor, target: Tensor, molecule: Tensor, y: Tensor) -> Tensor:
-        far = (place[source] - place[target]).pow(2).sum(-1).add(1e-6).sqrt()
-        basis = torch.exp(-(far[:, None] - torch.linspace(0, 3, 6)).pow(2))
-        h = m.atoms(kinds)
-        h = h + m.out(torch.zeros_like(h).index_add(0, target, h[source] * m.filter(basis)))
-        energy = torch.zeros(3).to(h.dtype).index_add(0, molecule, m.read(F.softplus(h)).squeeze(-1))
-        return F.l1_loss(energy, y)
-
-    parts = {"atoms": nn.Embedding(5, 4), "filter": nn.Linear(6, 4), "out": nn.Linear(4, 4), "read": nn.Linear(4, 1)}
-    molecule = torch.tensor([0, 0, 0, 1, 1, 2, 2])
-    return Built(Lossy(run, **parts), (labels(5, NODES), torch.randn(NODES, 3), *_edges(), molecule, torch.randn(3)))
-
-
-@kind()
 def points() -> Built:
     """PointNet: shared layers, a maximum over points, nearest neighbours by distance."""
 
@@ -75,22 +58,6 @@ def points() -> Built:
         return F.cross_entropy(m.head(h.amax(1)), y)
 
     return Built(Lossy(run, edge=nn.Sequential(nn.Linear(6, 8), nn.ReLU()), head=nn.Linear(8, 4)), (torch.randn(5, 6, 3), labels(4, 5)))
-
-
-@kind()
-def sets() -> Built:
-    """A set transformer: induced attention with learned queries."""
-
-    def run(m: Lossy, x: Tensor, y: Tensor) -> Tensor:
-        h = m.up(x)
-        seeds = m.seeds.expand(len(x), -1, -1)
-        inner, _ = m.first(seeds, h, h, need_weights=False)
-        outer, _ = m.second(h, inner, inner, need_weights=False)
-        return F.mse_loss(m.head(outer).mean(1), y)
-
-    attention = {name: nn.MultiheadAttention(8, 2, batch_first=True) for name in ("first", "second")}
-    module = Lossy(run, up=nn.Linear(4, 8), seeds=weight(1, 3, 8), head=nn.Linear(8, 2), **attention)
-    return Built(module, (torch.randn(5, 6, 4), torch.randn(5, 2)))
 
 
 @kind()

@@ -48,41 +48,6 @@ def fourier_mixing() -> Built:
 
 
 @kind()
-def fourier_operator() -> Built:
-    """A Fourier neural operator: complex weights for the lowest modes of a plane."""
-
-    def run(m: Lossy, x: Tensor, y: Tensor) -> Tensor:
-        h = m.lift(x)
-        modes = torch.fft.rfft2(h)
-        out = torch.zeros(len(x), 4, 6, 4, dtype=modes.dtype)
-        out[:, :, :2, :2] = torch.einsum("bixy,ioxy->boxy", modes[:, :, :2, :2], m.low)
-        out[:, :, -2:, :2] = torch.einsum("bixy,ioxy->boxy", modes[:, :, -2:, :2], m.high)
-        return F.mse_loss(m.drop(F.gelu(torch.fft.irfft2(out, s=(6, 6)) + m.skip(h))), y)
-
-    low, high = (nn.Parameter(torch.randn(4, 4, 2, 2, dtype=torch.complex64) * 0.3) for _ in range(2))
-    module = Lossy(run, lift=nn.Conv2d(1, 4, 1), low=low, high=high, skip=nn.Conv2d(4, 4, 1), drop=nn.Conv2d(4, 1, 1))
-    return Built(module, (torch.randn(4, 1, 6, 6), torch.randn(4, 1, 6, 6)))
-
-
-@kind()
-def rotary_by_complex() -> Built:
-    """Llama's rotary positions as its first code has them: pairs as complex numbers times a polar table."""
-
-    def run(m: Lossy, ids: Tensor, y: Tensor) -> Tensor:
-        x = m.words(ids)
-        q, k, v = m.qkv(x).unflatten(-1, (3, 2, 4)).unbind(2)
-        angle = torch.outer(torch.arange(ids.shape[1]).float(), 1.0 / 10 ** (torch.arange(0, 4, 2).float() / 4))
-        turn = torch.polar(torch.ones_like(angle), angle)[None, :, None]
-        pairs = (torch.view_as_complex(t.float().reshape(*t.shape[:-1], 2, 2)) for t in (q, k))
-        q, k = (torch.view_as_real(pair * turn).flatten(3).type_as(v) for pair in pairs)
-        told = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True)
-        return F.cross_entropy(m.head(told.transpose(1, 2).flatten(2)).flatten(0, 1), y.flatten())
-
-    parts = {"words": nn.Embedding(9, 8), "qkv": nn.Linear(8, 24), "head": nn.Linear(8, 9)}
-    return Built(Lossy(run, **parts), (labels(9, 4, 5), labels(9, 4, 5)))
-
-
-@kind()
 def complex_layers() -> Built:
     """A net of complex weights made from real halves; the loss of phases and magnitudes."""
 

@@ -5,24 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 from tests.tracing.kinds.registry import Built, Lossy, kind, labels
-
-
-@kind()
-def spectral_gan() -> Built:
-    """A critic with spectral norm called twice, and a generator with weight norm."""
-
-    def run(m: Lossy, z: Tensor, real: Tensor) -> Tensor:
-        def judged(x: Tensor) -> Tensor:
-            return m.out(F.leaky_relu(m.conv(x), 0.2).mean((2, 3))).mean()
-
-        return judged(torch.tanh(m.make(torch.relu(m.first(z)).view(-1, 6, 4, 4)))) - judged(real)
-
-    make, first = weight_norm(nn.ConvTranspose2d(6, 3, 4, stride=2, padding=1)), weight_norm(nn.Linear(5, 96))
-    module = Lossy(run, conv=spectral_norm(nn.Conv2d(3, 8, 3, padding=1)), out=spectral_norm(nn.Linear(8, 1)), make=make, first=first)
-    return Built(module.train(), (torch.randn(6, 5), torch.randn(6, 3, 8, 8)))
 
 
 @kind()
