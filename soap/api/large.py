@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from soap.simulator.simulate import Simulator, is_planned, tile_count
+from soap.simulator.simulate import MOST_PLANNED_TILES, Simulator, tile_count
 from soap.strategy.config import Strategy
 
 
 @dataclass(frozen=True)
 class LargePrediction:
-    """The time and memory of two of many equal copies. ``peak_bytes``, ``available_bytes``: of the device that is filled most, at
-    most what it holds at its peak, and its memory. ``tiles``: of the two copies."""
+    """The time and memory of two of many equal copies. ``peak_bytes``, ``available_bytes``: of the device that is filled most, its
+    expected peak, and its memory. ``tiles``: of the two copies."""
 
     makespan_ns: int
     peak_bytes: int
@@ -23,8 +23,8 @@ class LargePrediction:
 def large_prediction(simulator: Simulator, strategy: Strategy) -> LargePrediction | None:
     """The time and the memory of a plan by compiled code; None if it has few tiles, or is not made of equal
     copies."""
-    folding = "" if is_planned(strategy) else simulator.folding(strategy, nearly=True)
-    if isinstance(folding, str) or is_planned(folding.copies.strategy):
+    folding = "" if tile_count(strategy) <= MOST_PLANNED_TILES else simulator.folding(strategy, nearly=True)
+    if isinstance(folding, str) or tile_count(folding.copies.strategy) <= MOST_PLANNED_TILES:
         return None
     from soap.simulator.folded_bound import folded_engine  # numba
 

@@ -165,7 +165,7 @@ class FoldedSimulation:
     @cached_property
     def _expected(self) -> tuple[int, ...]:
         """The expected peaks of the small topology's devices and of an idle one."""
-        return expected_peaks([curve.peak_bytes for curve in self._curves], self._uses)
+        return expected_peaks(curve.peak_bytes for curve in self._curves)
 
     @cached_property
     def _uses(self) -> tuple[MemoryUse, ...]:

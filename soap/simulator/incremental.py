@@ -7,7 +7,7 @@ from collections.abc import Hashable
 
 from soap.plan.compression.training import PlannedTraining
 from soap.simulator.compiled.machine_code import ENGINE
-from soap.simulator.compiled.memory_tables import FITS
+from soap.simulator.compiled.memory_sum import FITS
 from soap.simulator.costs import CostModel
 from soap.simulator.drawn_engine import make_engine
 from soap.simulator.draws import Draws
@@ -15,9 +15,9 @@ from soap.simulator.engine import Engine
 from soap.simulator.folded import FoldedSimulation
 from soap.simulator.folded_bound import alike, folded_engine
 from soap.simulator.folding import Folding
-from soap.simulator.memory.bound import MemoryBound
+from soap.simulator.memory.memory_sum import MemorySum
 from soap.simulator.shared import Shared
-from soap.simulator.simulate import CACHED_STRATEGIES, REST, Simulation, Simulator, is_large, is_planned
+from soap.simulator.simulate import CACHED_STRATEGIES, MOST_PLANNED_TILES, REST, Simulation, Simulator, is_large, tile_count
 from soap.strategy.config import OpConfig, Strategy, SyncConfig
 
 MOST_CHANGES = 16
@@ -91,8 +91,8 @@ class IncrementalSimulator:
         return self._simulator.overflow_of_played(strategy, holder.engine, folding)
 
     def fits(self, strategy: Strategy, engine: Engine) -> bool:
-        """Whether a strategy that an engine holds or proposes fits into memory."""
-        return self._simulator.fits_as_played(strategy, engine)
+        """Whether a strategy that an engine holds or proposes fits into memory; False, unasked, of more than ``MOST_PLANNED_TILES``."""
+        return tile_count(strategy) <= MOST_PLANNED_TILES and self._simulator.overflow_of_played(strategy, engine) == 0
 
     def peak_share(self, strategy: Strategy) -> float:
         """As ``Simulator.peak_share``."""
@@ -153,7 +153,7 @@ class IncrementalSimulator:
         if known is None:
             known = folding, _Holder(folded_engine(folding, simulator.costs, self.draws), simulator.optimizer_states, own)
         kept = [other for other in self._folded if other is not known][: MOST_FOLDED - 1]
-        self._folded = [known, *kept] if is_planned(own) else kept  # others take gigabytes
+        self._folded = [known, *kept] if tile_count(own) <= MOST_PLANNED_TILES else kept  # others take gigabytes
         return known[1]
 
 
@@ -166,7 +166,7 @@ class _Holder:
     """An engine, the strategy that it holds, and perhaps a proposal that is neither accepted nor rejected yet."""
 
     def __init__(self, engine: Engine, optimizer_states: int, strategy: Strategy) -> None:
-        self.engine, self._memory = engine, MemoryBound(engine, engine.topology.memory_limits, optimizer_states)
+        self.engine, self._memory = engine, MemorySum(engine, engine.topology.memory_limits, optimizer_states)
         self._judged: tuple[Strategy, bool] | None = None
         self._held = strategy
         self._proposed: Strategy | None = None
@@ -185,7 +185,7 @@ class _Holder:
         return [self._changes(own, strategy) for own in known]
 
     def certainly_fits(self) -> bool:
-        """Whether the upper bound of its memory says so of the strategy that was simulated last; worked out once for each."""
+        """Whether even the sum of all that devices ever hold fits, of the strategy that was simulated last; worked out once for each."""
         last = self._proposed or self._held
         if self._judged is None or self._judged[0] is not last:
             self._judged = last, self._memory.verdict() == FITS

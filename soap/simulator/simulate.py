@@ -32,7 +32,7 @@ from soap.simulator.memory.curves import MemoryCurve
 from soap.simulator.memory.hosts import host_use, lacking_on_hosts
 from soap.simulator.memory.peaks import MemoryUse, memory_use, overflow_bytes
 from soap.simulator.memory.plan_arrays import plan_arrays
-from soap.simulator.memory.sweep import expected_peaks, memory_over_time, peaks_by_kind, swept, with_allowance
+from soap.simulator.memory.sweep import expected_peaks, memory_over_time, peaks_by_kind, swept
 from soap.simulator.reference import simulate
 from soap.simulator.tasks import Schedule, TaskGraph, TaskKind
 from soap.simulator.throughput import Throughput, throughput
@@ -52,7 +52,8 @@ REFUSED_BYTES = 2**60
 """Lacking, as searches are told, for a plan by which the training cannot clip: more than any cluster lacks, so it is never taken."""
 
 MOST_PLANNED_TILES = 2**16
-"""See ``is_planned``."""
+"""Of two copies with more tiles no list of tasks is made. A chain takes a strategy with more only if even the sum of all that devices ever
+hold fits: to make its plan takes many seconds."""
 
 MANY_TILES = 2**14
 """A strategy with this many tiles or more is folded if possible: simulating all of it would take seconds."""
@@ -101,13 +102,13 @@ class Simulation:
 
     @cached_property
     def memory_over_time(self) -> tuple[MemoryCurve, ...]:
-        """How much memory each device holds over time; at most ``memory``, which is a bound for any order of the tasks."""
+        """How much memory each device holds over time."""
         return memory_over_time(self.tasks, self.schedule, self.optimizer_states)
 
     @cached_property
     def peak_bytes(self) -> tuple[int, ...]:
         """The peak memory to expect on each device, with an allowance (``sweep.ALLOWANCE``)."""
-        return expected_peaks([curve.peak_bytes for curve in self.memory_over_time], self.memory)
+        return expected_peaks(curve.peak_bytes for curve in self.memory_over_time)
 
     @cached_property
     def peak_by_kind(self) -> tuple[dict[str, int], ...]:
@@ -287,72 +288,40 @@ class Simulator:
 
     def overflow_of_played(self, strategy: Strategy, engine: Engine, folding: Folding | None = None) -> int:
         """The second half of ``cost``, of a strategy that an engine holds or proposes; with ``folding`` as two of its copies."""
-        if folding is not None:
-            return overflow_bytes(self.expected_folded(folding, engine), self.topology)
-        if not is_planned(strategy):
-            return REFUSED_BYTES if self.is_refused(strategy) else overflow_bytes(self._bounded(engine), self.topology)
-        plan = self._builder.build(strategy)
-        if _is_refused(plan):
-            return REFUSED_BYTES
-        expected = self._expected(plan, self._peaks(plan, engine, self.topology))
-        return overflow_bytes(expected, self.topology) + self._lacking_on_hosts(plan)
-
-    def fits_as_played(self, strategy: Strategy, engine: Engine) -> bool:
-        """Whether ``overflow_of_played`` is 0, known sooner: the bound for any order is never below a peak."""
-        if not is_planned(strategy):
-            return self.overflow_of_played(strategy, engine) == 0
-        plan = self._builder.build(strategy)
-        if _is_refused(plan) or self._lacking_on_hosts(plan):
-            return False
-        peaks = self._peaks(plan, engine, self.topology)
-        return not overflow_bytes(peaks, self.topology) and not overflow_bytes(self._expected(plan, peaks), self.topology)
+        peaks, lacking = self._played_in(strategy, engine, folding)
+        return overflow_bytes(peaks, self.topology) + lacking
 
     def share_of_played(self, strategy: Strategy, engine: Engine, folding: Folding | None = None) -> float:
-        """``peak_share`` of a strategy that an engine holds or proposes (perhaps more if it fits); with ``folding`` as two copies."""
+        """``peak_share`` of a strategy that an engine holds or proposes; with ``folding`` as two copies."""
+        peaks, lacking = self._played_in(strategy, engine, folding)
+        return inf if lacking else self._share(peaks)
+
+    def _played_in(self, strategy: Strategy, engine: Engine, folding: Folding | None) -> tuple[Sequence[int], int]:
+        """(the peak to expect on each device, bytes that hosts lack), as an engine has played it; of a plan by which the training cannot
+        clip (zeros, ``REFUSED_BYTES``)."""
         if folding is not None:
-            return self._share(self.expected_folded(folding, engine))
-        if not is_planned(strategy):
-            return inf if self.is_refused(strategy) else self._share(self._bounded(engine))
+            return self.expected_folded(folding, engine), 0
         plan = self._builder.build(strategy)
-        if _is_refused(plan) or self._lacking_on_hosts(plan):
-            return inf
-        return self._share(self._expected(plan, self._peaks(plan, engine, self.topology)))
+        if _is_refused(plan):
+            return (0,) * self.topology.device_count, REFUSED_BYTES
+        on_hosts = lacking_on_hosts(host_use(plan, self.topology, self.optimizer_states), self.topology)
+        return self._expected(plan, engine, self.topology), on_hosts
 
     def _share(self, peaks: Sequence[int]) -> float:
         return max(peak / limit for peak, limit in zip(peaks, self.topology.memory_limits, strict=True))
 
-    def _peaks(self, plan: Plan, engine: Engine, topology: Topology) -> Sequence[int]:
-        """The most bytes that each device of a plan holds, as an engine has played it on this topology."""
+    def _expected(self, plan: Plan, engine: Engine, topology: Topology) -> Sequence[int]:
+        """The peak to expect on each device of a plan, as an engine has played it on this topology."""
         from soap.simulator.memory.engine_played import engine_played  # imports numba
 
         arrays = plan_arrays(plan)
-        found: list[int] = swept(plan, arrays, engine_played(engine, plan, arrays), topology, self.optimizer_states).peaks().tolist()
-        return found
-
-    def _expected(self, plan: Plan, peaks: Sequence[int]) -> Sequence[int]:
-        """The peak to expect on each device. Where that fits anywhere, the bound for any order is not asked for."""
-        expected = [with_allowance(peak) for peak in peaks]
-        if max(expected) <= min(self.topology.memory_limits):
-            return expected
-        return expected_peaks(peaks, memory_use(plan, self.optimizer_states))
+        ledger = swept(plan, arrays, engine_played(engine, plan, arrays), topology, self.optimizer_states)
+        return expected_peaks(ledger.peaks().tolist())
 
     def expected_folded(self, folding: Folding, engine: Engine) -> Sequence[int]:
-        """The peak to expect on each device of the cluster, from two copies that an engine holds or proposes; at most, if there
-        are too many tiles for a plan."""
-        if not is_planned(folding.copies.strategy):
-            found = self._bounded(engine)
-            return folding.for_all([*found, min(found)])
+        """The peak to expect on each device of the cluster, from two copies that an engine holds or proposes."""
         plan = folding.with_an_idle_device(folding.plan)
-        return folding.for_all(self._expected(plan, self._peaks(plan, engine, folding.topology)))
-
-    def _bounded(self, engine: Engine) -> Sequence[int]:
-        """The peak to expect at most on each of an engine's devices, without a plan."""
-        from soap.simulator.memory.bound import MemoryBound  # imports numba
-
-        return MemoryBound(engine, engine.topology.memory_limits, self.optimizer_states).expected_bytes()
-
-    def _lacking_on_hosts(self, plan: Plan) -> int:
-        return lacking_on_hosts(host_use(plan, self.topology, self.optimizer_states), self.topology)
+        return folding.for_all(self._expected(plan, engine, folding.topology))
 
     def is_refused(self, strategy: Strategy) -> bool:
         """Whether the training clips, and cannot by this strategy."""
@@ -392,19 +361,7 @@ def costs_hash(costs: CostModel, communication: Communication) -> str:
 
 def tile_count(strategy: Strategy) -> int:
     """Tiles of all operators, of all replicas and micro-batches; some more if there are operators that are not cut."""
-    return strategy.microbatches * _one_batch_tiles(strategy)
-
-
-def _one_batch_tiles(strategy: Strategy) -> int:
-    return sum(len(config.devices) for config in strategy.operators.values())
-
-
-def is_planned(strategy: Strategy) -> bool:
-    """Whether a plan is made of the strategy, or of two of its copies, to see whether it fits into memory. Of more tiles, those of all
-    micro-batches, that takes minutes and gigabytes: then the compiled bound decides (``MemoryBound.expected_bytes``), unless hosts keep
-    something, which it does not count."""
-    on_hosts = any(sync.contract.has_servers or sync.offload for sync in strategy.parameters.values())
-    return on_hosts or kept_on_hosts(strategy) or tile_count(strategy) <= MOST_PLANNED_TILES
+    return strategy.microbatches * sum(len(config.devices) for config in strategy.operators.values())
 
 
 def is_large(strategy: Strategy) -> bool:

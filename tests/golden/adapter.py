@@ -137,7 +137,7 @@ def drawn(graph: OperatorGraph, device_count: int, seed: str, *, synchronized: b
 COLUMNS = ("makespan_ns", "peak_bytes", "strategy", "plan", "times", "order", "memory", "held")
 """Of an entry. ``peak_bytes``: the most that any device holds, by the bound. ``strategy``: its hash, shortened. Digests: ``plan``, what the
 plan does; ``times``, every task with its start and end; ``order``, tasks as their ids order them, and tiles as the runtime runs them;
-``memory``, the bound of each device; ``held``, the most that each holds at the simulated times."""
+``memory``, the bound of each device; ``held``, the most to expect on each, or its bound if that is less."""
 
 Entry = list[int | str]
 """One value a column."""
@@ -153,16 +153,17 @@ def entry(simulator: Simulator, wanted: Wanted) -> Entry:
     whats = [_what(tasks, task) for task in tasks.tasks]
     spans = [(int(start), int(end)) for start, end in zip(schedule.start_ns, schedule.end_ns, strict=True)]
     order = [what for _, what in sorted(zip([task.id for task in tasks.tasks], whats, strict=True), key=lambda pair: pair[0])]
+    bounds = [use.total for use in simulation.memory]
     memory = [(u.parameters, u.gradients, u.optimizer, u.activations, u.buffers) for u in simulation.memory]
     return [
         simulation.makespan_ns,
-        max(use.total for use in simulation.memory),
+        max(bounds),
         hash_of(wanted.strategy, simulator.graph)[:DIGITS],
         digest(sorted(plan_lines(simulation.plan))),
         digest(f"{start} {end} {what}" for (start, end), what in sorted(zip(spans, whats, strict=True))),
         digest([*order, *_runtime_order(simulation)]),
         digest(f"{device} {own}" for device, own in enumerate(memory)),
-        digest(f"{device} {most}" for device, most in enumerate(simulation.peak_bytes)),
+        digest(f"{device} {min(own)}" for device, own in enumerate(zip(simulation.peak_bytes, bounds, strict=True))),
     ]
 
 

@@ -14,12 +14,12 @@ from soap.plan.syncs.amounts import COUNT_BYTES
 from soap.profiles.roofline import RooflineCosts
 from soap.search.chains import search
 from soap.search.options import SearchOptions
-from soap.simulator.compiled.memory_tables import FITS, UNKNOWN
+from soap.simulator.compiled.memory_sum import FITS, UNKNOWN
 from soap.simulator.engine import Engine
 from soap.simulator.incremental import IncrementalSimulator
 from soap.simulator.lowering import build_plan
-from soap.simulator.memory.bound import MemoryBound
 from soap.simulator.memory.hosts import host_use, hosts_may_lack, lacking_on_hosts
+from soap.simulator.memory.memory_sum import MemorySum
 from soap.simulator.memory.parameters import exchanged_bytes, kept_parameters
 from soap.simulator.simulate import Simulator
 from soap.strategy.classical import data_parallel
@@ -88,11 +88,11 @@ def test_what_servers_take_is_on_hosts_what_it_would_be_on_cpus(case: tuple[Oper
 
 
 def test_little_memory_of_hosts_concerns_only_plans_that_use_it() -> None:
-    """The compiled bound says that others fit."""
+    """Of others the sum over devices says that they fit."""
     topology = with_memory(cluster([2], GPU), 1)
     assert hosts_may_lack(MLP, topology)
     engine = Engine(MLP, topology, RooflineCosts(topology))
-    memory, usual = MemoryBound(engine, topology.memory_limits), data_parallel(MLP, topology)
+    memory, usual = MemorySum(engine, topology.memory_limits), data_parallel(MLP, topology)
     kept = with_offload(usual, [MLP.operators[0].name], True)
     verdicts = []
     for own in (usual, on_servers(MLP, topology), kept):

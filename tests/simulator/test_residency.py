@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -21,8 +20,8 @@ from soap.runtime.comm.packing import are_adjacent, cut
 from soap.simulator.lowering import build_plan, lower
 from soap.simulator.memory.curves import MemoryCurve
 from soap.simulator.memory.parameters import is_away, kept_shards
-from soap.simulator.memory.peaks import MemoryUse, memory_use, peak_bytes, tile_sizes
-from soap.simulator.memory.sweep import expected_peaks, memory_over_time, peaks_by_kind
+from soap.simulator.memory.peaks import peak_bytes, tile_sizes
+from soap.simulator.memory.sweep import expected_peaks, memory_over_time, peaks_by_kind, with_allowance, without_allowance
 from soap.simulator.memory.transit import cells_land_in_place
 from soap.simulator.reference import simulate
 from soap.simulator.tasks import Schedule, TaskGraph, TaskKind
@@ -196,10 +195,11 @@ def test_cells_land_in_place_if_they_lie_in_the_order_of_the_devices() -> None:
         assert are_adjacent(places) == cells_land_in_place(box, cells) == in_place
 
 
-def test_an_allowance_is_made_below_the_bound() -> None:
-    curves = [MemoryCurve(np.array([0, 1]), np.array([held, 0])) for held in (1000, 1000)]
-    bounds = [MemoryUse(parameters, 0, 0, 0, 0) for parameters in (2000, 1010)]
-    assert expected_peaks([curve.peak_bytes for curve in curves], bounds) == (1045, 1010)
+def test_an_allowance_is_made_that_limits_leave_room_for() -> None:
+    assert expected_peaks([1000, 0]) == (1045, 0)
+    for limit in (1000, 1045, 1046, 2**40):
+        most = without_allowance(limit)
+        assert with_allowance(most) <= limit < with_allowance(most + 2)
 
 
 def test_of_a_region_that_came_each_later_gradient_is_beside_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,7 +334,7 @@ def test_the_kinds_of_what_is_held_add_up_to_the_peak(case: tuple[OperatorGraph,
     graph, topology, chosen = case
     tasks, schedule = played(graph, chosen, topology)
     curves = memory_over_time(tasks, schedule, 2)
-    peaks = expected_peaks([curve.peak_bytes for curve in curves], memory_use(tasks.plan, 2))
+    peaks = expected_peaks(curve.peak_bytes for curve in curves)
     for curve, kinds, peak in zip(curves, peaks_by_kind(curves, peaks), peaks, strict=True):
         assert sum(curve.at_peak.values()) == curve.peak_bytes and sum(kinds.values()) == peak
         assert min(kinds.values()) >= 0 and list(kinds) == [*MemoryKind, ALLOWANCE]

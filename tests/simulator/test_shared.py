@@ -17,7 +17,7 @@ from soap.simulator.cut_operators import alike
 from soap.simulator.drawn_engine import DrawnEngine, make_engine
 from soap.simulator.draws import Draws
 from soap.simulator.engine import Engine
-from soap.simulator.memory.bound import MemoryBound
+from soap.simulator.memory.memory_sum import MemorySum
 from soap.simulator.shared import Shared
 from soap.strategy.classical import CLASSICAL
 from soap.strategy.config import Strategy
@@ -107,10 +107,10 @@ def test_memory_of_variants_is_the_same_with_others_numbers() -> None:
     strategies = [CLASSICAL[name](graph, topology) for name in NAMES]
 
     def bounds(engine: Engine, order: list[Strategy]) -> dict[int, list[int]]:
-        memory, found = MemoryBound(engine, topology.memory_limits), {}
+        memory, found = MemorySum(engine, topology.memory_limits), {}
         for strategy in order:
             loaded_ns(engine, strategy)
-            found[strategies.index(strategy)] = memory.bound_bytes()
+            found[strategies.index(strategy)] = memory.most_bytes()
         return found
 
     one, other = (Engine(graph, topology, costs, shared=shared) for _ in range(2))

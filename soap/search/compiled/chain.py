@@ -10,7 +10,8 @@ is the one above with the times c under the most likely costs. The second accept
 min(1, exp(beta * ((f - f*) - (c - c*)) / c_start)). Together they keep detailed balance for exp(-beta * f / c_start): the first stage's
 part is divided out again.
 
-Where memory binds, the chain keeps to the strategies that fit, exactly: Python is asked about all that the bounds do not decide.
+Where memory binds, the chain keeps to the strategies that fit, exactly: Python is asked about each that it would accept, unless even
+the sum of all that devices ever hold fits.
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ from soap.search.compiled.memory import (
     MOVES,
     NOTHING,
     PENDING,
-    PLAYED,
     RANDOM,
     REFUSED,
     START,
@@ -46,15 +46,14 @@ from soap.simulator.compiled.evaluate import adopt, evaluate, take_back
 from soap.simulator.compiled.events import NO_BOUND, STOPPED
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.machine_code import entry
-from soap.simulator.compiled.memory import bound_memory
-from soap.simulator.compiled.memory_tables import FITS, UNKNOWN, MemoryTables
+from soap.simulator.compiled.memory_sum import UNKNOWN, SumTables, sum_memory
 from soap.simulator.compiled.pass_order import own_devices
 from soap.simulator.compiled.syncs.clipping import can_clip
 from soap.simulator.compiled.trial import HEAPED, SKIPPED, TAKEN, Trial
 from soap.simulator.compiled.world import World
 
 DONE, MUST_ASK = 0, 1
-"""What ``advance`` returns: all steps are done, or Python must decide whether the proposal fits into memory."""
+"""Returned by ``advance``: all steps are done, or Python must decide whether the proposal fits into memory."""
 
 MOST_IDLE = 1000
 """After so many moves without effect in a row, the chain ends: nothing is left to propose."""
@@ -67,7 +66,7 @@ def advance(
     B: Trial,
     E: Edit,
     Z: SearchTables,
-    M: MemoryTables,
+    M: SumTables,
     D: Drawing,
     steps: int,
     beta: float,
@@ -77,7 +76,7 @@ def advance(
     """Go on until ``steps`` proposals are logged (moves without effect do not count), or ``MOST_IDLE`` moves in a row had no effect.
 
     Missing data (a variant, a price) raises; after ``take_back`` everything is as before the step. ``memory``: check whether accepted
-    proposals fit into memory. If the bounds of ``M`` cannot tell, Python decides (``MUST_ASK``)."""
+    proposals fit into memory. If the sum of ``M`` cannot tell, Python decides (``MUST_ASK``)."""
     C = W.state
     Q, X = Z.grids, Z.chain
     at = X.at
@@ -100,13 +99,10 @@ def advance(
         if accepted and D.tables.count[0] > 0:
             cost = play_draws(W, D)
             accepted = cost <= at[COST] + usual - at[USUAL] - log(uniform(X)) * at[START] / beta
-        if accepted and memory and at[PENDING] == NOTHING:
-            verdict = bound_memory(W, M)
-            if verdict == UNKNOWN:
-                take_back(W)
-                at[PENDING] = ASKED
-                return MUST_ASK
-            accepted = verdict == FITS
+        if accepted and memory and at[PENDING] == NOTHING and sum_memory(W, M) == UNKNOWN:
+            take_back(W)
+            at[PENDING] = ASKED
+            return MUST_ASK
         accepted = accepted and at[PENDING] != REFUSED
         at[PENDING] = NOTHING
         idle = 0
@@ -134,7 +130,6 @@ def _evaluate(W, P, T, E, X, threshold):  # type: ignore[no-untyped-def]
     bound = int(threshold) if threshold < NO_BOUND else NO_BOUND
     T.size[TAKEN] = T.size[SKIPPED] = T.size[HEAPED] = 0
     cost = evaluate(W, P, T, E, bound)
-    X.at[PLAYED] += T.size[TAKEN] - T.size[SKIPPED]
     return STOPPED if cost > bound else cost
 
 

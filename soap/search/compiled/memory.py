@@ -11,12 +11,12 @@ from soap.simulator.compiled.graph_arrays import Floats, Ints, Longs
 MOVES = ("redraw", "place", "swap", "informed", "group", "segment", "run", "sync", "recompute", "prefetch")
 REDRAW, PLACE, SWAP, INFORMED, GROUP, SEGMENT, RUN, SYNC, RECOMPUTE, PREFETCHING = range(len(MOVES))
 
-STEP, RANDOM, SWAPPED, COST, START, BEST, LOGGED, PENDING, WANTED_OPERATOR, WANTED_GRID, PLAYED, ESTIMATES, BEFORE, USUAL = range(14)
-BEST_PREFETCH = 14
+STEP, RANDOM, SWAPPED, COST, START, BEST, LOGGED, PENDING, WANTED_OPERATOR, WANTED_GRID, ESTIMATES, BEFORE, USUAL = range(13)
+BEST_PREFETCH = 13
 """Places in ``ChainTables.at``. ``STEP``: steps done. ``RANDOM``: state of the random generator. ``BEFORE``: that state at the end of the
 last step. ``SWAPPED``: 1 if the engine's two trials have changed places. ``COST``: current cost, ns. ``START``: the cost that beta is
 relative to, ns. ``BEST``: best cost, ns. ``LOGGED``: proposals in the log. ``PENDING``: whether a step waits for an answer about memory.
-``WANTED_OPERATOR``, ``WANTED_GRID``: the variant that is missing. ``PLAYED``: tasks simulated. ``ESTIMATES``: estimates made. ``USUAL``:
+``WANTED_OPERATOR``, ``WANTED_GRID``: the variant that is missing. ``ESTIMATES``: estimates made. ``USUAL``:
 current makespan under the most likely costs, ns, which is the cost if there are no draws. ``BEST_PREFETCH``: of the best strategy."""
 
 NOTHING, ASKED, GRANTED, REFUSED = range(4)

@@ -22,7 +22,6 @@ from soap.search.compiled.memory import (
     LOGGED,
     MOVES,
     PENDING,
-    PLAYED,
     RANDOM,
     REFUSED,
     START,
@@ -39,7 +38,7 @@ from soap.simulator.costs import CostModel
 from soap.simulator.drawn_engine import make_engine
 from soap.simulator.draws import Draws
 from soap.simulator.engine import Engine
-from soap.simulator.memory.bound import NO_TABLES, MemoryBound
+from soap.simulator.memory.memory_sum import NO_TABLES, MemorySum
 from soap.simulator.shared import Shared
 from soap.strategy.config import OpConfig, Strategy, SyncConfig
 
@@ -137,7 +136,7 @@ class CompiledChain:
         self.arrays = make_chain(len(graph.operators), len(graph.parameters), devices, len(space.grids.estimate), most, proposals)
         Q, N, M = space.handles
         self.handle = handle(SearchTables(grids=Q, neighbours=N, groups=M, chain=self.arrays))
-        self._memory = MemoryBound(self.engine, space.topology.memory_limits, space.optimizer_states)
+        self._memory = MemorySum(self.engine, space.topology.memory_limits, space.optimizer_states)
         self.slice = 1  # proposals between two questions whether the search has ended (``search.tempering``)
         at = self.arrays.at
         at[RANDOM] = at[BEFORE] = np.int64(seed)
@@ -172,8 +171,8 @@ class CompiledChain:
         """Go on until ``proposals`` are evaluated in all, or no move has an effect any more. Returns how many are evaluated in all.
 
         ``beta``: as in ``search.metropolis``. ``focus``: how strongly rough costs weigh candidates, per start cost; 0: not at all.
-        ``fits``: decides whether a strategy, which the engine proposes, fits into memory before it is accepted; asked only if the memory
-        bounds cannot tell. None: every strategy fits.
+        ``fits``: decides whether a strategy, which the engine proposes, fits into memory before it is accepted; asked only if their
+        sum cannot tell. None: every strategy fits.
         """
         if len(self._space.space.movable) == 0 and not (self._space.has_syncs or self._space.has_recompute):
             return self.proposals
@@ -252,11 +251,6 @@ class CompiledChain:
     def best_ns(self) -> int:
         """The lowest cost so far."""
         return int(self.arrays.at[BEST])
-
-    @property
-    def played_tasks(self) -> int:
-        """Number of tasks simulated so far."""
-        return int(self.arrays.at[PLAYED])
 
     @property
     def strategy(self) -> Strategy:

@@ -189,7 +189,7 @@ class Entry(Compiled):
         raise raised.contents.exception()
 
 
-ENGINE = Library("soap.simulator.memory.bound", "soap.search.compiled.runner", "soap.search.compiled.transfers")
+ENGINE = Library("soap.simulator.memory.memory_sum", "soap.search.compiled.runner", "soap.search.compiled.transfers")
 """The simulator and the search."""
 
 entry = ENGINE.entry

@@ -118,7 +118,7 @@ def needed_together(C: State, op: int, reader: int) -> bool:
 
 
 @inlined
-def held_bytes(C: State, op: int, made: int, product: int, away: int, is_host: int) -> int:
+def marked_bytes(C: State, op: int, made: int, product: int, away: int, is_host: int) -> int:
     """What an operator's mark lets a tile's device hold. ``made``, ``product``, ``away``: the tile's amounts (``plan.marks.seam.Amount``).
     ``is_host``: 1 if the device is its own host, else 0."""
     held, there = C.marks.held[C.marked[op]], C.marks.on_host[C.marked[op]]

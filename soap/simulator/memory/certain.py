@@ -1,6 +1,6 @@
 """Memory when the loss is known, whatever the order of the tasks: every tile with a backward pass has run forward, and none backward.
 
-``memory.bound`` takes it for a bound from below. It is worked out for each operator by itself, so that a search can add it up.
+It is worked out without a plan, for each operator by itself: starts that certainly lack memory are left out by it.
 """
 
 from __future__ import annotations

@@ -35,12 +35,12 @@ PACKING_KINDS = RECURRENT_KINDS
 """Operators for which cuDNN packs the parameters into one piece of memory, which is kept for the backward pass."""
 
 ADDING_COPIES = 2
-"""Tensors that exist beside a value's gradient while another one is added to it: that other one, and their sum."""
+"""Tensors that exist besides a value's gradient while another one is added to it: that other one, and their sum."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """What one device holds at its peak, in bytes.
+    """The bytes that one device holds at its peak.
 
     ``optimizer``: its states. ``activations``: inputs, fetched regions, outputs, sums, and what else is kept for the backward pass.
     ``buffers``: gradients between operators, and what is sent or summed.
@@ -99,7 +99,7 @@ def _box_bytes(graph: OperatorGraph, tensor: str, box: Box) -> int:
 
 class TileSizes(NamedTuple):
     """Memory of a tile, in bytes. ``made``: its outputs, one by one. ``kept``: these, and what else it keeps for its backward pass.
-    ``padded``: the padded copies of its inputs. ``shares``: beside its operands."""
+    ``padded``: the padded copies of its inputs. ``shares``: besides its operands."""
 
     made: tuple[int, ...]
     kept: int
@@ -108,7 +108,7 @@ class TileSizes(NamedTuple):
 
     @property
     def backward(self) -> int:
-        """Held while its backward task runs, beside what it keeps and its operands' gradients."""
+        """Held while its backward task runs, besides what it keeps and its operands' gradients."""
         return self.shares.backward + self.padded
 
 

@@ -24,7 +24,7 @@ from soap.plan.tiling import Tile, made_bytes, windows
 from soap.simulator.memory.footprint import Shares, shares_of
 from soap.simulator.memory.grouped import Bools, Longs
 from soap.simulator.memory.peaks import PACKING_KINDS, away_bytes, padded_bytes
-from soap.simulator.memory.transit import cells_land_in_place, lies_in_one_piece
+from soap.simulator.memory.transit import cells_land_in_place, lies_in_one_piece, received_apart
 
 MESSAGE, GATHER, SWAP, BROADCAST = range(4)
 """Patterns of carriers."""
@@ -380,7 +380,7 @@ class _Maker:
 
     def _fetches(self) -> None:
         """Add the fetches with their pieces and readers."""
-        apart, carriers = self._apart(), self._brought()
+        apart, carriers = received_apart(self._own), self._brought()
         for number, fetch in enumerate(self._own.fetches):
             gradient, holdings = self._graph.tensors[fetch.tensor].requires_grad, self._own.holdings
             remote = any(holdings[holding].device != fetch.device for _, holding in fetch.pieces)
@@ -403,19 +403,6 @@ class _Maker:
 
     def _brought(self) -> dict[tuple[int, int], int]:
         return {part: number for number, carrier in enumerate(self._all_carriers()) for part in carrier.parts}
-
-    def _apart(self) -> set[tuple[int, int]]:
-        """``transit.received_apart``."""
-        own = self._own
-        alone = {part for message in own.messages if len(message.parts) == 1 for part in message.parts}
-        alone |= {part for exchange in own.exchanges if exchange.pattern is Pattern.BROADCAST for part in exchange.parts}
-        found: set[tuple[int, int]] = set()
-        for number, fetch in enumerate(own.fetches):
-            pieces = enumerate(fetch.pieces)
-            remote = {(number, k) for k, (_, holding) in pieces if own.holdings[holding].device != fetch.device}
-            if len(fetch.pieces) > 1 or not alone.issuperset(remote):
-                found |= remote
-        return found
 
     def _carriers(self) -> None:
         """Add the carriers, and the pieces that they bring."""

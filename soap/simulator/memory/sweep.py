@@ -30,7 +30,6 @@ from soap.simulator.memory.curves import MemoryCurve
 from soap.simulator.memory.derived import derived
 from soap.simulator.memory.gradients import CountedSums, hold_gradients
 from soap.simulator.memory.held_parameters import HeldParameters
-from soap.simulator.memory.peaks import MemoryUse
 from soap.simulator.memory.plan_arrays import PlanArrays, plan_arrays
 from soap.simulator.memory.played import Played, played_of
 from soap.simulator.memory.rank_times import as_ranks_run
@@ -55,9 +54,14 @@ def with_allowance(peak_bytes: int) -> int:
     return round((1 + ALLOWANCE) * peak_bytes)
 
 
-def expected_peaks(peaks_bytes: Iterable[int], bounds: Iterable[MemoryUse]) -> tuple[int, ...]:
-    """Each device's peak bytes plus ``ALLOWANCE``, but at most the bound for any order of the tasks."""
-    return tuple(min(bound.total, with_allowance(peak)) for peak, bound in zip(peaks_bytes, bounds, strict=True))
+def without_allowance(limit_bytes: int) -> int:
+    """The highest peak that, with the allowance, is within a limit."""
+    return int(limit_bytes / (1 + ALLOWANCE))
+
+
+def expected_peaks(peaks_bytes: Iterable[int]) -> tuple[int, ...]:
+    """Each device's peak bytes plus ``ALLOWANCE``."""
+    return tuple(map(with_allowance, peaks_bytes))
 
 
 def peaks_by_kind(curves: Iterable[MemoryCurve], peaks: Sequence[int]) -> tuple[dict[str, int], ...]:

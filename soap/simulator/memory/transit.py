@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from soap.model.regions import Box, in_one_piece, lengths, volume
-from soap.plan.delivery import box_bytes, partial_bytes, reduced_tensor
+from soap.plan.delivery import Delivery, box_bytes, partial_bytes, reduced_tensor
 from soap.plan.plan import Exchange, Fetch, Message, Part, Pattern, Piece, Plan, local_pieces, remote_parts
 from soap.plan.syncs.bucketing import gradient_bytes
 from soap.plan.syncs.seam import method_for
@@ -18,9 +18,12 @@ def fetched_bytes(plan: Plan) -> list[int]:
     A region with only local pieces counts once per consumer, because each consumer may be in a segment of its own, which assembles it.
     """
     result = [0] * plan.device_count
-    for number, k in received_apart(plan):
-        fetch = plan.fetches[number]
-        result[fetch.device] += box_bytes(plan, fetch.tensor, fetch.pieces[k].box)
+    first = 0
+    for own in plan.deliveries:
+        for number, k in received_apart(own.like):
+            fetch = plan.fetches[first + number]
+            result[fetch.device] += box_bytes(plan, fetch.tensor, fetch.pieces[k].box)
+        first += len(own.like.fetches)
     for fetch in plan.fetches:
         remote = any(is_remote(plan, fetch, piece) for piece in fetch.pieces)
         region = box_bytes(plan, fetch.tensor, fetch.box)
@@ -31,13 +34,14 @@ def fetched_bytes(plan: Plan) -> list[int]:
     return result
 
 
-def received_apart(plan: Plan) -> set[Part]:
-    """Parts that are received into a buffer of their own and then copied into their region."""
-    alone = {part for message in plan.messages if len(message.parts) == 1 for part in message.parts}
-    alone |= {part for exchange in plan.exchanges if exchange.pattern is Pattern.BROADCAST for part in exchange.parts}
+def received_apart(own: Delivery) -> set[Part]:
+    """Parts of a delivery that are received into a buffer of their own and then copied into their region."""
+    alone = {part for message in own.messages if len(message.parts) == 1 for part in message.parts}
+    alone |= {part for exchange in own.exchanges if exchange.pattern is Pattern.BROADCAST for part in exchange.parts}
     found: set[Part] = set()
-    for number, fetch in enumerate(plan.fetches):
-        remote = {(number, k) for k, piece in enumerate(fetch.pieces) if is_remote(plan, fetch, piece)}
+    for number, fetch in enumerate(own.fetches):
+        pieces = enumerate(fetch.pieces)
+        remote = {(number, k) for k, (_, holding) in pieces if own.holdings[holding].device != fetch.device}
         if len(fetch.pieces) > 1 or not alone.issuperset(remote):
             found |= remote
     return found

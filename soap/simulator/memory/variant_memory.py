@@ -1,5 +1,5 @@
 """Bytes that tiles of variants keep, read and make: worked out once for all engines of a graph (``shared``). It knows no devices, and
-no engine's numbers; ``bound`` puts it into an engine's tables.
+no engine's numbers; ``memory_sum`` puts it into an engine's tables.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ import numpy as np
 from soap.cluster.topology import Topology
 from soap.model.graph import Operand, Operator, OperatorGraph, TensorKind
 from soap.model.regions import Box, cells, in_one_piece, volume
-from soap.plan.row_counts import row_bytes, tile_lookups
-from soap.plan.tiling import Tile, windows
+from soap.plan.tiling import windows
 from soap.simulator.compiled.graph_arrays import Longs
 from soap.simulator.cut_operators import CutOperator, CutOperators
-from soap.simulator.memory.footprint import kept_places, kept_share, product_share, shares_of
+from soap.simulator.memory.footprint import kept_share, product_share, shares_of
 from soap.simulator.memory.peaks import PACKING_KINDS, padded_bytes
 from soap.simulator.memory.tile_regions import boxes_of, by_lengths, distinct, volumes
 from soap.strategy.recomputation import has_product
@@ -35,8 +34,8 @@ class Regions(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VariantMemory:
-    """By tile, in bytes: see the columns of ``memory_tables``. ``regions``: by parameter operand. ``compact``, ``lookups``: by [parameter
-    operand, tile]; ``compact`` is None if no operand is sparse."""
+    """By tile, in bytes: what it keeps (``kept``), copies of parts of the batch (``read``), its gradients and its parameters', its outputs
+    (``made``), what its products make besides these (``products``). ``regions``: by parameter operand."""
 
     kept: Longs
     read: Longs
@@ -44,10 +43,7 @@ class VariantMemory:
     parameter_gradients: Longs
     made: Longs
     products: Longs
-    partials: Longs
     regions: tuple[Regions, ...]
-    compact: Longs | None
-    lookups: Longs
 
 
 class VariantMemories:
@@ -85,10 +81,9 @@ class VariantMemories:
             packed = sum((size[o] for o in op.parameters), nothing)
             if self._packing == {True}:
                 kept = kept + packed
-            elif True in self._packing:  # only some devices pack: count it with what is read, which is in the upper bound alone
+            elif True in self._packing:  # only some devices pack: all of them count it
                 read = read + packed
         wanted = [o for o in (*op.inputs, *op.outputs) if graph.tensors[o.tensor].requires_grad]
-        compact, lookups = self._rows_of(op, position, intervals, regions)
         return VariantMemory(
             kept=kept,
             read=read,
@@ -96,41 +91,8 @@ class VariantMemories:
             parameter_gradients=sum((size[o] for o in op.parameters if graph.tensors[o.tensor].requires_grad), nothing),
             made=made,
             products=by_lengths(intervals, lambda cell: product_share(graph, op, cell)) if has_product(op) else nothing,
-            partials=self._let_go(op, intervals, size) if parted else nothing,
             regions=tuple([_regions(regions[o]) for o in op.parameters]),
-            compact=compact,
-            lookups=lookups,
         )
-
-    def _let_go(self, op: Operator, intervals: np.ndarray, size: Mapping[Operand, Longs]) -> Longs:
-        """[tile]: bytes of outputs that are gone when they are summed, as autograd does not keep them."""
-        own, found = [kept_places(self._graph, op, cell) for cell in boxes_of(intervals)], np.zeros(len(intervals), np.int64)
-        for place, output in enumerate(op.outputs, len(op.inputs) + len(op.parameters)):
-            found += np.where([places is not None and place not in places for places in own], size[output], 0)
-        return found
-
-    def _rows_of(
-        self, op: Operator, position: int, intervals: np.ndarray, regions: Mapping[Operand, np.ndarray]
-    ) -> tuple[Longs | None, Longs]:
-        """Two tables [parameter operand, tile]: ``parameters.operand_bytes`` if the parameter is compact, and the rows that are looked up.
-
-        The first is None if no operand is sparse.
-        """
-        graph = self._graph
-        compact, lookups = (np.zeros((len(op.parameters), len(intervals)), np.int64) for _ in range(2))
-        if not any(operand.tensor in graph.sparse for operand in op.parameters):
-            return None, lookups
-        for k, operand in enumerate(op.parameters):
-            compact[k] = volumes(regions[operand]) * graph.tensors[operand.tensor].itemsize
-            if operand.tensor not in graph.sparse:
-                continue
-            for number, (cell, box) in enumerate(zip(boxes_of(intervals), boxes_of(regions[operand]), strict=True)):
-                tile = Tile(position, number, 0, 0, cell, (), (), ())
-                lookups[k, number] = tile_lookups(graph, operand.tensor, tile)
-                if graph.needs_backward(op):
-                    rows = min(box[0][1] - box[0][0], lookups[k, number])
-                    compact[k, number] = rows * row_bytes(graph, operand.tensor, box)
-        return compact, lookups
 
     def _kept_and_work(self, op: Operator, intervals: np.ndarray, regions: Mapping[Operand, np.ndarray]) -> tuple[Longs, Longs]:
         """For each tile: ``kept_share`` plus padded copies; and ``Shares.work`` plus padded copies, or, without a backward pass, what its

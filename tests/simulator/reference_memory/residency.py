@@ -23,14 +23,14 @@ from soap.model.graph import TensorKind
 from soap.model.regions import Box, in_one_piece
 from soap.plan.delivery import box_bytes, partial_bytes
 from soap.plan.memory_kinds import MemoryKind
-from soap.plan.plan import ShardSync, update_name
+from soap.plan.plan import Part, Pattern, Plan, ShardSync, update_name
 from soap.plan.syncs.amounts import COUNT_BYTES
 from soap.plan.syncs.bucketing import idle_shards, sums_of_one
 from soap.plan.syncs.seam import Hold, method_for
 from soap.simulator.memory import peaks
 from soap.simulator.memory.curves import MemoryCurve
 from soap.simulator.memory.parameters import assembled_regions, compact_parameters, host_copies, is_away, kept_shards, updating_bytes
-from soap.simulator.memory.transit import is_remote, received_apart
+from soap.simulator.memory.transit import is_remote
 from soap.simulator.tasks import Schedule, TaskGraph
 from tests.simulator.reference_memory.as_run import as_run
 from tests.simulator.reference_memory.gradient_residency import GradientResidency, Sum
@@ -286,3 +286,15 @@ class _Values:
         for device in self.plan.accelerators:
             size = sizes[device]
             self.hold(device, *self.spans.named.get(update_name(device), spans.get(device, (0, 0))), size, MemoryKind.WORKSPACE)
+
+
+def received_apart(plan: Plan) -> set[Part]:
+    """Parts that are received into a buffer of their own and then copied into their region."""
+    alone = {part for message in plan.messages if len(message.parts) == 1 for part in message.parts}
+    alone |= {part for exchange in plan.exchanges if exchange.pattern is Pattern.BROADCAST for part in exchange.parts}
+    found: set[Part] = set()
+    for number, fetch in enumerate(plan.fetches):
+        remote = {(number, k) for k, piece in enumerate(fetch.pieces) if is_remote(plan, fetch, piece)}
+        if len(fetch.pieces) > 1 or not alone.issuperset(remote):
+            found |= remote
+    return found

@@ -90,12 +90,6 @@ def has_server(code: int) -> bool:
 
 
 @compiled
-def gathers_rows(code: int) -> bool:
-    """Whether readers send each other rows (sparse all-gather)."""
-    return code & 3 == 1
-
-
-@compiled
 def sums_in_place(code: int) -> bool:
     """Whether readers sum dense gradients in buffers."""
     return code & 27 == 0
@@ -129,12 +123,6 @@ def is_alone(code: int) -> bool:
 def is_compressed(code: int) -> bool:
     """Whether gradients travel compressed, where there are several peers."""
     return code & 8 == 8
-
-
-@compiled
-def partitions_of(code: int) -> int:
-    """The most partitions into which a region on servers is cut."""
-    return 1 + (code >> _PARTITIONS)
 
 
 @compiled

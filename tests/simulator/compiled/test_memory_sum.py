@@ -1,4 +1,4 @@
-"""The compiled bound of memory is never below what ``simulator.memory.peaks`` says, and mostly equal."""
+"""The sum of what a strategy makes and moves is never below what the sweep finds, whatever order its tasks have."""
 
 from __future__ import annotations
 
@@ -15,49 +15,57 @@ from soap.errors import StrategyError
 from soap.model.graph import OperatorGraph
 from soap.plan.compression.training import PLAIN, PlannedTraining
 from soap.profiles.roofline import RooflineCosts
-from soap.simulator.compiled.memory_tables import FITS, UNKNOWN
+from soap.simulator import incremental
+from soap.simulator.compiled.memory_sum import FITS, UNKNOWN
 from soap.simulator.engine import Engine
 from soap.simulator.incremental import IncrementalSimulator
-from soap.simulator.lowering import PlanBuilder, build_plan
-from soap.simulator.memory.bound import MemoryBound
-from soap.simulator.memory.peaks import peak_bytes
+from soap.simulator.lowering import PlanBuilder
+from soap.simulator.memory.memory_sum import MemorySum
+from soap.simulator.memory.sweep import with_allowance
 from soap.simulator.simulate import Simulator
-from soap.strategy.classical import random_config, random_strategy
+from soap.strategy.classical import random_config
 from soap.strategy.config import OpConfig, Strategy
+from soap.strategy.named import named
 from soap.strategy.sync import parameter_server
 from tests.extent import often
 from tests.graph_builder import GraphBuilder, transformer
 from tests.strategies import CPU, cases, cluster
 
 
-def bound(
+def summed(
     graph: OperatorGraph,
     topology: Topology,
     limit: int = 1 << 60,
     states: int = 2,
     training: PlannedTraining = PLAIN,
-) -> tuple[Engine, MemoryBound]:
-    """An engine, and the bound of what it holds."""
+) -> tuple[Engine, MemorySum]:
+    """An engine, and the sum of what it holds."""
     engine = Engine(graph, topology, RooflineCosts(topology), training=training)
-    return engine, MemoryBound(engine, [limit] * topology.device_count, states)
+    return engine, MemorySum(engine, [limit] * topology.device_count, states)
+
+
+def check(memory: MemorySum, simulator: Simulator, strategy: Strategy) -> None:
+    """It is at least what the sweep finds of the strategy that the engine holds, or proposes."""
+    curves = simulator.run(strategy).memory_over_time
+    assert all(curve.peak_bytes <= most for curve, most in zip(curves, memory.most_bytes(), strict=True))
 
 
 @settings(suppress_health_check=list(HealthCheck))
 @given(
-    case=cases(max_moves=5, max_tiles=4, servers=True),
+    case=cases(max_moves=5, max_tiles=4, servers=True, ports=True),
     seed=st.integers(0, 2**16),
     training=st.sampled_from((PLAIN, PlannedTraining(kept=1, made=1, densest=0.5, dense=True))),
+    states=st.sampled_from((0, 1, 2)),
 )
-def test_never_below(case: tuple[OperatorGraph, Topology, Strategy], seed: int, training: PlannedTraining) -> None:
+def test_never_below(case: tuple[OperatorGraph, Topology, Strategy], seed: int, training: PlannedTraining, states: int) -> None:
     graph, topology, strategy = case
-    engine, memory = bound(graph, topology, training=training)
-    builder = PlanBuilder(graph, topology, training)
+    engine, memory = summed(graph, topology, states=states, training=training)
+    simulator = Simulator(graph, topology, RooflineCosts(topology), states, training)
     engine.load(strategy)
     engine.simulate()
     draw = random.Random(seed)
-    for _ in range(6):
-        exact = peak_bytes(builder.build(strategy))
-        assert all(own <= most for most, own in zip(memory.bound_bytes(), exact, strict=True))
+    for _ in range(4):
+        check(memory, simulator, strategy)
         op = draw.choice(graph.operators)
         config = random_config(op, topology.device_count, draw)
         proposed = strategy.with_operator(op.name, config)
@@ -66,9 +74,7 @@ def test_never_below(case: tuple[OperatorGraph, Topology, Strategy], seed: int, 
         except StrategyError:  # micro-batches allow less
             continue
         engine.propose(op.name, config)
-        exact = peak_bytes(builder.build(proposed))
-        told = memory.bound_bytes()  # of what is proposed
-        assert all(own <= most for most, own in zip(told, exact, strict=True))
+        check(memory, simulator, proposed)
         if draw.random() < 0.5:
             engine.accept()
             strategy = proposed
@@ -86,45 +92,50 @@ def test_users_that_cut_a_table_across_each_other_ask_for_its_pieces() -> None:
     strategy = api.classical("single_device", graph, topology).with_parameter("table", parameter_server(rows=True))
     for name, degrees, devices in (("find0", (1, 2, 1), (0, 0)), ("find1", (1, 1, 2), (0, 0)), ("find2", (1, 1, 1), (1,))):
         strategy = strategy.with_operator(name, OpConfig(degrees, devices))
-    engine, memory = bound(graph, topology)
+    engine, memory = summed(graph, topology)
     engine.load(strategy)
-    exact = peak_bytes(build_plan(graph, strategy, topology))
-    assert all(own <= most for most, own in zip(memory.bound_bytes(), exact, strict=True))
+    check(memory, Simulator(graph, topology, RooflineCosts(topology)), strategy)
 
 
 NETS = ["alexnet", "dlrm", "gpt", "inception_v3", "lm", "nmt", "resnet50", "rnnlm", "rnntc"]
+NEAR = {"data_parallel": 2, "megatron": 2, "zero1": 5, "fsdp": 10}
+"""Strategy -> of the peak the sum is at most so many times as much."""
 
 
-@pytest.mark.parametrize("net", often(NETS, {*NETS} - {"inception_v3", "resnet50"}, pytest.mark.slow))
-def test_equal_for_data_parallelism_and_close_for_others(net: str) -> None:
+@pytest.mark.parametrize("net", often(NETS, {*NETS} - {"gpt", "resnet50"}, pytest.mark.slow))
+def test_near_the_peaks_of_models(net: str) -> None:
+    """Nearest where little is moved, so that chains need not ask about data parallelism on half of the memory."""
     graph, topology = api.load(f"zoo:{net}:tiny", plan_only=True).graph, cluster([2, 2])
-    engine, memory = bound(graph, topology, states=1)
-    usual = api.classical("data_parallel", graph, topology)
-    engine.load(usual)
-    assert memory.bound_bytes() == list(peak_bytes(build_plan(graph, usual, topology), 1))
-    for seed in range(2):
-        strategy = random_strategy(graph, topology, random.Random(seed))
+    engine, memory = summed(graph, topology)
+    simulator = Simulator(graph, topology, RooflineCosts(topology))
+    for name, times in NEAR.items():
+        strategy = named(name, graph, topology)
         engine.load(strategy)
-        exact = peak_bytes(build_plan(graph, strategy, topology), 1)
-        assert all(own <= most <= 1.3 * own for most, own in zip(memory.bound_bytes(), exact, strict=True))
+        peak = max(curve.peak_bytes for curve in simulator.run(strategy).memory_over_time)
+        assert peak <= max(memory.most_bytes()) <= times * peak, name
 
 
-def test_the_verdict_changes_at_the_bound() -> None:
-    graph, topology = transformer(), cluster([2, 2])
-    strategy = random_strategy(graph, topology, random.Random(3))
-    engine, memory = bound(graph, topology)
+def verdict(graph: OperatorGraph, topology: Topology, strategy: Strategy, limit: int) -> int:
+    """Whether a strategy fits into that much on each device."""
+    engine, memory = summed(graph, topology, limit)
     engine.load(strategy)
-    most = max(memory.bound_bytes())
-    assert [verdict(graph, topology, strategy, limit) for limit in (most - 1, most)] == [UNKNOWN, FITS]
+    return memory.verdict()
+
+
+def test_the_verdict_changes_at_the_sum_with_its_allowance() -> None:
+    graph, topology = transformer(), cluster([2, 2])
+    strategy = api.classical("megatron", graph, topology)
+    engine, memory = summed(graph, topology)
+    engine.load(strategy)
+    most = with_allowance(max(memory.most_bytes()))
+    assert [verdict(graph, topology, strategy, limit) for limit in (most - 1, most + 1)] == [UNKNOWN, FITS]
 
 
 def test_a_plan_that_fits_in_its_simulated_order_alone_fits() -> None:
-    """Between the peak of that order and the bound for any order, the whole of it decides, for deltas as well."""
+    """Between the peak of that order and the sum the whole of it decides, for deltas as well."""
     graph, topology = transformer(), cluster([2, 2])
     usual = api.classical("data_parallel", graph, topology)
-    whole = Simulator(graph, topology, RooflineCosts(topology)).run(usual)
-    peak, most = max(whole.peak_bytes), max(use.total for use in whole.memory)
-    assert peak < most
+    peak = max(Simulator(graph, topology, RooflineCosts(topology)).run(usual).peak_bytes)
     for limit, lacking in ((peak, False), (peak - 1, True)):
         small = cluster([2, 2], replace(CPU, memory_bytes=limit))
         simulator = Simulator(graph, small, RooflineCosts(small))
@@ -133,13 +144,6 @@ def test_a_plan_that_fits_in_its_simulated_order_alone_fits() -> None:
         evaluator.makespan_ns(usual)
         assert evaluator.overflow_bytes(usual) == simulator.overflow_bytes(usual) == simulator.run(usual).overflow_bytes
         assert (simulator.cost(usual)[1] > 0) == lacking != simulator.run(usual).fits
-
-
-def verdict(graph: OperatorGraph, topology: Topology, strategy: Strategy, limit: int) -> int:
-    """Whether a strategy fits into that much on each device."""
-    engine, memory = bound(graph, topology, limit)
-    engine.load(strategy)
-    return memory.verdict()
 
 
 def test_what_certainly_fits_is_not_planned(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,3 +156,14 @@ def test_what_certainly_fits_is_not_planned(monkeypatch: pytest.MonkeyPatch) -> 
     other = usual.with_operator("head", random_config(graph.operators[graph.index["head"]], 4, random.Random(2)))
     for strategy in (usual, other, usual):
         assert (evaluator.overflow_bytes(strategy), asked) == (0, [])
+
+
+def test_of_too_many_tiles_no_plan_is_made_and_chains_take_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, topology = transformer(), cluster([2, 2])
+    simulator = Simulator(graph, topology, RooflineCosts(topology))
+    evaluator, usual = IncrementalSimulator(simulator), api.classical("data_parallel", graph, topology)
+    engine = evaluator.engine_for(usual)
+    assert engine is not None and evaluator.fits(usual, engine)
+    monkeypatch.setattr(incremental, "MOST_PLANNED_TILES", 0)
+    monkeypatch.setattr(PlanBuilder, "build", lambda *_: pytest.fail("a plan is made"))
+    assert not evaluator.fits(usual, engine)
