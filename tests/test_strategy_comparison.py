@@ -73,7 +73,7 @@ def test_other_models_and_clusters_are_compared_by_name() -> None:
 def test_contents_without_one_device_per_tile_are_refused() -> None:
     document = json.loads(dumps(USUAL, GRAPH, FOUR))
     document["operators"]["head"]["devices"] = [0, 1, 2]
-    with pytest.raises(StrategyError, match=r"operator 'head': 3 devices for 4 tiles"):
+    with pytest.raises(StrategyError, match=r"operator 'head': 3 devices for degrees \(4,\) and 1 replicas: expected 4"):
         load_contents(json.dumps(document))
     document["operators"]["head"] |= {"replicas": 2**30, "devices": [0]}
     with pytest.raises(StrategyError, match=r"operator 'head': 4294967296 tiles; expected at most"):

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
 from soap.plan.compression.training import PLAIN, PlannedTraining
-from soap.plan.marks.seam import kept_on_hosts
 from soap.plan.plan import Plan
 from soap.plan.syncs.clipping import refusal
 from soap.simulator.analysis.rich_display import simulation_html

@@ -12,7 +12,6 @@ from typing import NamedTuple
 import numpy as np
 
 from soap.plan.pass_order import PassOrder
-from soap.schedules.table import Kind
 from soap.simulator.compiled.arrays import copy, fill
 from soap.simulator.compiled.graph_arrays import Ints
 from soap.simulator.compiled.jit import compiled
@@ -52,8 +51,8 @@ def pass_tables(order: PassOrder | None, operators: int) -> PassTables:
     if order is None:
         whole = ints([0] * operators)
         return PassTables(ints([1]), ints([]), ints([]), ints([0]), ints([]), ints([]), whole, ints([]), ints([]), whole)
-    own: Sequence[Sequence[Kind]] = ["F"] * operators, order.backward, order.weights
-    groups = {key: number for number, key in enumerate(sorted({action[:2] for action in order.actions}))}
+    own: Sequence[Sequence[str]] = ["F"] * operators, order.backward, order.weights
+    groups: dict[tuple[str, int], int] = {key: number for number, key in enumerate(sorted({action[:2] for action in order.actions}))}
     members: list[list[tuple[int, int]]] = [[] for _ in groups]
     group_of = np.full((len(own), operators), -1, np.int32)
     for op in range(operators):
