@@ -16,6 +16,8 @@ from soap.simulator.folded import FoldedSimulation
 from soap.simulator.folded_bound import alike, folded_engine
 from soap.simulator.folding import Folding
 from soap.simulator.memory.memory_sum import MemorySum
+from soap.simulator.memory.peaks import overflow_bytes
+from soap.simulator.memory.sweep import with_allowance
 from soap.simulator.shared import Shared
 from soap.simulator.simulate import CACHED_STRATEGIES, MOST_PLANNED_TILES, REST, Simulation, Simulator, is_large, tile_count
 from soap.strategy.config import OpConfig, Strategy, SyncConfig
@@ -84,10 +86,13 @@ class IncrementalSimulator:
         return found
 
     def overflow_bytes(self, strategy: Strategy) -> int:
-        """Bytes of memory that the devices lack, added up, as ``Simulator.cost`` has them."""
+        """Bytes of memory that the devices lack, added up, as ``Simulator.cost`` has them; of a strategy that is not folded and has more
+        than ``MOST_PLANNED_TILES``, at most so many: exact answers take seconds there."""
         holder, folding = self._holding(strategy)
         if folding is None and holder.certainly_fits() and not self._simulator.is_refused(strategy):
             return 0
+        if folding is None and tile_count(strategy) > MOST_PLANNED_TILES:
+            return max(1, overflow_bytes([*map(with_allowance, holder.most_bytes())], self._simulator.topology))
         return self._simulator.overflow_of_played(strategy, holder.engine, folding)
 
     def fits(self, strategy: Strategy, engine: Engine) -> bool:
@@ -190,6 +195,10 @@ class _Holder:
         if self._judged is None or self._judged[0] is not last:
             self._judged = last, self._memory.verdict() == FITS
         return self._judged[1]
+
+    def most_bytes(self) -> list[int]:
+        """At least what each device needs, of that strategy (``MemorySum``)."""
+        return self._memory.most_bytes()
 
     def has(self, strategy: Strategy) -> bool:
         """Whether this is the last strategy simulated here."""
