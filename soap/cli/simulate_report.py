@@ -102,7 +102,7 @@ def large_text(report: dict[str, Any]) -> str:
     """The document as a short table."""
     cluster, folded = report["cluster"], report["folded"]
     lacks = "" if report["fits"] else ": does not fit"
-    held = f"at most {format_bytes(report['most_memory_bytes'])} of {format_bytes(report['available_memory_bytes'])}{lacks}"
+    held = f"up to {format_bytes(report['most_memory_bytes'])} of {format_bytes(report['available_memory_bytes'])}{lacks}"
     head = f"{report['model']} on {cluster['name']} ({cluster['devices']} devices)\n"
     head += f"note: {folded['copies']} copies of the model do the same: two were simulated, {folded['tiles']:,} tiles"
     return f"{head}\n\n{listed([(report['strategy'], milliseconds(report['predicted_ns'])), ('memory per device', held)])}"
