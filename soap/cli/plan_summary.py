@@ -381,7 +381,7 @@ def _resources(report: Mapping[str, Any]) -> str:
     fullest = max(range(len(peaks)), key=lambda d: peaks[d] / report["available_memory_bytes"][d])
     available, bound = report["available_memory_bytes"][fullest], report["memory_bytes"][fullest]["total"]
     between = " to ".join(map(format_bytes, report["memory_range_bytes"][fullest]))
-    held = f"{between} of {format_bytes(available)} ({names[fullest]}), up to {format_bytes(bound)} in any order"
+    held = f"{between} of {format_bytes(available)} ({names[fullest]}), up to {format_bytes(max(bound, peaks[fullest]))} in any order"
     busy = [report["busy_ns"][name] for name in names]
     mean = sum(busy) / len(busy) / max(1, report["predicted_ns"])
     rows = [

@@ -23,7 +23,7 @@ def test_without_options_it_plans_for_this_machine_into_strategy_json(
     command = [MODEL, "--budget", "5", "--profile", "0", "--verify", "0"]
     for seed in ("0", "1"):  # the second time over the first strategy
         assert main([*command, "--seed", seed]) == 0
-        assert capsys.readouterr().out.endswith("wrote strategy.json\n")
+        assert capsys.readouterr().out.splitlines()[-1].startswith("wrote strategy.json")  # perhaps also the fastest one
         header = api.load_strategy_header("strategy.json")
         assert header.cluster == "local:2" and json.loads(Path("strategy.json").read_text())["record"]["search"]["seed"] == int(seed)
 

@@ -16,7 +16,6 @@ from soap.runtime.comm import parcels
 from soap.runtime.comm.packing import land
 from soap.runtime.comm.redistribute import Communicator, Pending
 from soap.runtime.comm.world import open_world
-from soap.runtime.step.gradients import Gradients
 from soap.runtime.sync.parameter_server import DenseServing
 from soap.runtime.sync.row_update import Updater
 from soap.runtime.trainer import Trainer
@@ -70,7 +69,7 @@ def events(path: str, steps: Sequence[Batch], options: Mapping[str, Any]) -> lis
     with (
         noting(DenseServing, "gradients", waits),
         noting(Updater, "update", updates),
-        noting(Gradients, "bring", lambda own, number: ("bring", number)),
+        noting(DenseServing, "bring", lambda own, number: ("bring", number)),
         Trainer(traced(path), (served(path), TOPOLOGY), optimizer=OPTIMIZERS["adam"], **options) as trainer,
     ):
         for inputs in steps:

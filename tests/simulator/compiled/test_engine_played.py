@@ -33,7 +33,7 @@ from tests.strategies import cases
 pytestmark = pytest.mark.slow  # the first use compiles for a minute
 
 BY_TASK = ("kind", "tile", "start", "end", "duration", "launch", "latency", "overhead")
-OF_TASKS = ("forward", "backward", "weights", "again", "need", "away", "back", "brought", "returned", "summed", "summed_back")
+OF_TASKS = ("forward", "backward", "weights", "again", "brought", "returned", "summed", "summed_back")
 
 
 def in_order(played: Played) -> dict[str, object]:
@@ -44,6 +44,7 @@ def in_order(played: Played) -> dict[str, object]:
     held = [frozenset(played.held[a:b].tolist()) for a, b in zip(played.held_ptr, played.held_ptr[1:], strict=False)]
     found: dict[str, object] = {name: getattr(played, name)[order].tolist() for name in BY_TASK}
     found |= {name: rank[getattr(played, name)].tolist() for name in OF_TASKS}
+    found |= {f"row {name}": rank[own].tolist() for name, own in played.rows.items()}
     named = {name: (int(rank[first]), int(rank[last])) for name, (first, last) in played.named.items()}
     return found | {"waits": [waits[i] for i in order], "held": [held[i] for i in order], "named": named}
 
