@@ -86,13 +86,14 @@ class IncrementalSimulator:
         return found
 
     def overflow_bytes(self, strategy: Strategy) -> int:
-        """Bytes of memory that the devices lack, added up, as ``Simulator.cost`` has them; of a strategy that is not folded and has more
-        than ``MOST_PLANNED_TILES``, at most so many: exact answers take seconds there."""
+        """Bytes of memory that the devices lack, added up, as ``Simulator.cost`` has them. Of a strategy that is not folded and has more
+        than ``MOST_PLANNED_TILES``, if the sum of all that devices ever hold lacks any, these: exact answers take seconds there."""
         holder, folding = self._holding(strategy)
-        if folding is None and holder.certainly_fits() and not self._simulator.is_refused(strategy):
-            return 0
-        if folding is None and tile_count(strategy) > MOST_PLANNED_TILES:
-            return max(1, overflow_bytes([*map(with_allowance, holder.most_bytes())], self._simulator.topology))
+        if folding is None and not self._simulator.is_refused(strategy):
+            if holder.certainly_fits():
+                return 0
+            if tile_count(strategy) > MOST_PLANNED_TILES and (lacking := holder.most_lacking_bytes()):
+                return lacking
         return self._simulator.overflow_of_played(strategy, holder.engine, folding)
 
     def fits(self, strategy: Strategy, engine: Engine) -> bool:
@@ -196,9 +197,9 @@ class _Holder:
             self._judged = last, self._memory.verdict() == FITS
         return self._judged[1]
 
-    def most_bytes(self) -> list[int]:
-        """At least what each device needs, of that strategy (``MemorySum``)."""
-        return self._memory.most_bytes()
+    def most_lacking_bytes(self) -> int:
+        """How much devices lack at most, added up, of that strategy."""
+        return overflow_bytes([*map(with_allowance, self._memory.most_bytes())], self.engine.topology)
 
     def has(self, strategy: Strategy) -> bool:
         """Whether this is the last strategy simulated here."""

@@ -22,7 +22,6 @@ from soap.report.page import tabs_of
 from soap.report.section import Block, Choice, Figure, Table, Text
 from soap.simulator.folded import FoldedSimulation
 from soap.simulator.memory.array_ledger import ArrayLedger
-from soap.simulator.memory.sweep import with_allowance
 from soap.simulator.simulate import Simulation
 from soap.strategy.named import named
 from tests.extent import every
@@ -88,7 +87,7 @@ def texts(blocks: Sequence[Block]) -> Iterator[str]:
 
 def check_memory(simulation: Simulation | FoldedSimulation) -> None:
     for held, peak, bound in zip(simulation.peak_by_kind, simulation.peak_bytes, simulation.memory, strict=True):
-        assert sum(held.values()) == peak <= with_allowance(bound.total) and min(held.values()) >= 0
+        assert sum(held.values()) == peak and peak - held["allowance"] <= bound.total and min(held.values()) >= 0
     for curve in simulation.memory_over_time:
         assert min(int(own.min()) for own in curve.by_kind.values()) >= 0
         assert (sum(curve.by_kind.values()) == curve.bytes_held).all()
