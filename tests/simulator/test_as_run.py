@@ -82,8 +82,8 @@ def test_a_segment_is_not_left_for_another() -> None:
 
 
 def test_a_term_of_the_loss_goes_back_where_ranks_begin() -> None:
-    """Both devices compute term m, and device 1 adds up the terms. Ranks go back from replica 0, on device 0. The simulation does too, though
-    device 1 has the number at hand: no gradient of what m reads travels, and device 0 has m's second run."""
+    """Both devices compute term m, and device 1 adds up the terms. Ranks go back from replica 0, on device 0. The simulation does so too,
+    though device 1 has the number at hand: no gradient of what m reads travels, and device 0 has m's second run."""
     g = GraphBuilder()
     value = g.linear(g.input("x", 4, 8), 8, name="a")
     ends = [g.mean(value, name=name) for name in "mn"]

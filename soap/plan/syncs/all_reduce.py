@@ -5,7 +5,7 @@ Buckets as in Li et al., "PyTorch Distributed: Experiences on Accelerating Data 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from soap.plan.plan import Plan, ShardSync
 from soap.plan.syncs.amounts import Group
@@ -21,16 +21,10 @@ class BucketedSum(SyncMethod):
         """One all-reduce, if there are several readers."""
         return Template((Row(Phase.AFTER_BACKWARD, SUM, "sync", How.SUM, (readers,), large=True),) if len(readers) > 1 else ())
 
-    def buffers(self, plan: Plan, sync: ShardSync) -> Iterable[tuple[int, int]]:
-        """If gradients travel in another format, each reader needs a buffer for that format."""
-        if self.contract.wire_bits is None or len(sync.readers) < 2:
-            return ()
-        return [(device, wire_bytes(plan, sync)) for device in sync.readers]
-
     def holds(self, plan: Plan, sync: ShardSync) -> Iterator[Hold]:
-        """The buffers, for the whole step: they are made once."""
-        for device, size in self.buffers(plan, sync):
-            yield Hold(device, size)
+        """If gradients travel in another format, a buffer of each reader for that format, for the whole step: it is made once."""
+        if self.contract.wire_bits is not None and len(sync.readers) > 1:
+            yield from (Hold(device, wire_bytes(plan, sync)) for device in sync.readers)
 
 
 METHOD = BucketedSum(named("all_reduce"))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from soap.plan.plan import Plan, ShardSync, sync_name
 from soap.plan.row_counts import most_rows, row_bytes
-from soap.plan.syncs.amounts import COPIES, INDEX_BYTES, Amounts, Group
+from soap.plan.syncs.amounts import INDEX_BYTES, Amounts, Group
 from soap.plan.syncs.seam import SUM, Amount, Hold, How, Of, Phase, Row, Setting, ShardUpdate, SyncMethod, Template
 from soap.strategy.sync_contracts import named
 
@@ -27,10 +27,6 @@ class SparseAllGather(SyncMethod):
         added = sum(amounts.values((device,), sync.box) for device in sync.readers) if several else 0
         rows = sum(amounts.rows((device,), sync.box) for device in sync.readers) if several else 0
         return [ShardUpdate(number, added, rows, amounts.values(sync.readers, sync.box), by_rows=True) for number in sync.shards]
-
-    def buffers(self, plan: Plan, sync: ShardSync) -> Iterable[tuple[int, int]]:
-        """The rows of all readers, once as they are received and once as copies to be sent."""
-        return [(device, COPIES * self.gathered_bytes(plan, sync)) for device in sync.readers]
 
     def holds(self, plan: Plan, sync: ShardSync) -> Iterator[Hold]:
         """The gathered rows, from the gathering on: the update needs them."""
