@@ -55,8 +55,9 @@ checked: lint  # two processes, as the tests themselves have
 	@$(MAKE) --no-print-directory -j 2 types machine-code $(PARSED)
 
 $(PARSED): $(ENVIRONMENT)
-	@$(PY) -m pytest --collect-only -qq > /dev/null || :  # what is wrong with a module is told when tests begin
-	@mkdir -p $(@D) && touch $@
+	@mkdir -p $(@D)
+	@$(PY) -m pytest --collect-only -qq > $@.log || { tail -n 60 $@.log >&2; exit 1; }
+	@mv $@.log $@
 
 machine-code: $(ENVIRONMENT)  ## the simulator and the search, compiled once for all processes of the tests
 	$(PY) -m tests.machine_code

@@ -15,8 +15,9 @@ NATIVE_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 @contextmanager
 def silenced(*prefixes: str) -> Iterator[None]:
     """Inside, loggers with these names, or below them, print nothing."""
-    names = {*prefixes, *(name for name in list(logging.root.manager.loggerDict) if name.startswith(prefixes))}  # each has its own level
-    loggers = [logging.getLogger(name) for name in sorted(names)]
+    named = [own for name, own in list(logging.root.manager.loggerDict.items()) if name.startswith(prefixes)]
+    leveled = (own for own in named if isinstance(own, logging.Logger) and own.level)  # the others have the level of one above them
+    loggers = [*{*map(logging.getLogger, prefixes), *leveled}]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)

@@ -23,7 +23,7 @@ import pytest
 from soap.files import cache_folder
 from tests import made_up_machine
 from tests.extent import load_profile
-from tests.kept_models import CACHE, keep_zoo_models
+from tests.kept_models import CACHE, COLLECTED, keep_zoo_models
 
 if TYPE_CHECKING:
     from tests.runtime.pool import Pool
@@ -67,6 +67,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """Modules and tests stay to the end: the collector of garbage need not look through them again and again."""
     gc.freeze()
+    gc.set_threshold(*COLLECTED)
     gc.enable()
 
 

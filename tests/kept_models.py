@@ -14,13 +14,17 @@ import os
 import pickle
 import sys
 from collections.abc import Callable
-from functools import wraps
+from dataclasses import replace
+from functools import cache, wraps
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 CACHE = "SOAP_TESTS_CACHE"
 """The variable that names the folder which all processes of the tests share."""
+
+COLLECTED = 10_000, 10, 50
+"""Python's own thresholds have the collector of garbage take a thirtieth of the tests' time."""
 
 
 class ModelFiles(dict[str, str]):
@@ -67,9 +71,9 @@ def keep_zoo_models() -> None:
         key = self.spec, plan_only, dtype, options.dtype, options.autocast, options.autocast_device, options.batch_norm, usual
         if key in kept:
             return copy.copy(kept[key])
-        name = f"zoo/{hashlib.sha256(repr(key).encode()).hexdigest()}.pickle"
-        path = made_once(name, lambda path: torch.save(real(self, dtype=dtype, plan_only=plan_only), path, pickle_module=_by_name()))
+        path = made_once(_named(key), lambda path: torch.save(real(self, dtype=dtype, plan_only=plan_only), path, pickle_module=_by_name()))
         model = torch.load(path, weights_only=False)
+        model.graph = _with_footprints(model, _named(key[:1] + key[2:]), on_gpus=options.autocast_device == "cuda")
         if plan_only:
             kept[key] = model
         return copy.copy(model)
@@ -77,15 +81,38 @@ def keep_zoo_models() -> None:
     load.ZooSource.trace, load.ZooSource.kept = trace, kept
 
 
+def _named(key: object) -> str:
+    return f"zoo/{hashlib.sha256(repr(key).encode()).hexdigest()}.pickle"
+
+
+def _with_footprints(model: Any, name: str, *, on_gpus: bool) -> Any:
+    """The model's graph; the first process that asks for its footprints finds them for all. They are those of models that are trained, and
+    of models for planning."""
+    from soap.tracing.footprints import FoundLater, footprints_later
+
+    bare = replace(model, parameters={}, example_inputs=(), unchanged={}, source=None)
+
+    def make(path: Path) -> None:
+        path.write_bytes(pickle.dumps(footprints_later(bare, on_gpus=on_gpus)))
+
+    @cache
+    def found() -> Any:
+        return pickle.loads(made_once(name, make).read_bytes())
+
+    return replace(model.graph, footprints=FoundLater(lambda: found()[0]), part_footprints=FoundLater(lambda: found()[1]))
+
+
 def _by_name() -> Any:
-    """As ``pickle``, but that it writes operators of torch by name."""
+    """As ``pickle``, but that it writes operators of torch by name, and no footprints, which take longest."""
     import torch
+
+    from soap.tracing.footprints import FoundLater
 
     class Pickler(pickle.Pickler):
         def reducer_override(self, value: Any) -> Any:
             if isinstance(value, torch._ops.OpOverload):
                 return _overload, (*value._schema.name.split("::"), value._overloadname)
-            return NotImplemented
+            return (dict, ()) if isinstance(value, FoundLater) else NotImplemented
 
     return SimpleNamespace(__name__=__name__, Pickler=Pickler)
 

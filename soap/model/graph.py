@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -365,6 +365,13 @@ class OperatorGraph:
         """Positions of the operators that make a number by which the loss's gradient is known: a term of the loss, or the loss."""
         names = (name for name in self.loss_terms or (self.loss,) if name in self.producers and self.tensors[name].requires_grad)
         return frozenset(self.producers[name][0] for name in names)
+
+    @cached_property
+    def alike_footprints(self) -> list[int]:
+        """[position]: the position of the first operator that has the same footprints."""
+        first: dict[Hashable, int] = {}
+        found = ((self.footprints.get(op.name), tuple(self.part_footprints.get(op.name, {}).items())) for op in self.operators)
+        return [first.setdefault(own, position) for position, own in enumerate(found)]
 
     @cached_property
     def shares(self) -> dict[tuple[str, tuple[int, ...]], Any]:

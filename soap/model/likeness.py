@@ -7,15 +7,17 @@ from collections.abc import Hashable, Mapping
 from soap.model.graph import Operator, OperatorGraph
 
 
-def alike_operators(graph: OperatorGraph) -> list[int]:
-    """[position]: the position of the first operator that differs from this one only in names."""
+def alike_operators(graph: OperatorGraph, *, footprints: bool = True) -> list[int]:
+    """[position]: the position of the first operator that differs from this one only in names; without ``footprints``, which are found when
+    they are first asked for, perhaps in the memory that it takes as well."""
     numbers = {tensor.name: i for i, tensor in enumerate(graph.parameters)}
+    takes = graph.alike_footprints if footprints else [0] * len(graph.operators)
     classes: dict[Hashable, int] = {}
-    return [classes.setdefault(_likeness(graph, op, numbers), i) for i, op in enumerate(graph.operators)]
+    return [classes.setdefault((takes[i], _likeness(graph, op, numbers)), i) for i, op in enumerate(graph.operators)]
 
 
 def _likeness(graph: OperatorGraph, op: Operator, numbers: Mapping[str, int]) -> Hashable:
-    """A value that is equal for operators that differ only in names."""
+    """A value that is equal for operators that differ only in names and footprints."""
     operands = [
         [(o.dims, t.shape, t.dtype, t.itemsize, t.kind, t.requires_grad) for o in own for t in (graph.tensors[o.tensor],)]
         for own in (op.inputs, op.parameters, op.outputs)
@@ -28,7 +30,6 @@ def _likeness(graph: OperatorGraph, op: Operator, numbers: Mapping[str, int]) ->
     lookups = (own for o in op.parameters if o.tensor in graph.sparse for own in graph.sparse[o.tensor].lookups)
     rows = [(own.parameter, own.indices, own.weighed) for own in lookups if own.operator == position]
     touched = [(graph.sparse[o.tensor].weighed, graph.sparse[o.tensor].touched) for o in op.parameters if o.tensor in graph.sparse]
-    kept = graph.footprints.get(op.name), graph.part_footprints.get(op.name)
     calls = len(op.calls), op.views
-    figures = (kept, op.flops, op.saved_bytes, calls, op.partitionable, op.arithmetic, op.skipped_share, op.fused_bytes, op.drawn)
+    figures = (op.flops, op.saved_bytes, calls, op.partitionable, op.arithmetic, op.skipped_share, op.fused_bytes, op.drawn)
     return repr((backward, rows, touched, order, alone, op.kind, op.factors, operands, same, figures))

@@ -171,7 +171,7 @@ class PlanBuilder:
         self._keeping = Keeping(graph, topology, represented, training.wrapped)
         self._readers = [_readers(graph, position) for position in range(len(graph.operators))]
         self._links = [_links(graph, position, own) for position, own in enumerate(self._readers)]
-        self._alike = lru_cache(1)(lambda: alike_operators(graph))
+        self._alike = lru_cache(1)(lambda: alike_operators(graph, footprints=False))
         self._kinds = lru_cache(1)(lambda: self._find_kinds())
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -272,7 +272,7 @@ class PlanBuilder:
     def _find_kinds(self) -> list[Hashable]:
         """By operator, a value that is equal for those of which tiles and deliveries differ in names alone."""
         whole = self.graph.copies_of
-        of_whole = self._alike() if whole is None else alike_operators(whole)
+        of_whole = self._alike() if whole is None else alike_operators(whole, footprints=False)
         sparse = {position for name in self.graph.sparse for position, _ in self.graph.parameter_users.get(name, ())}
         kinds = enumerate(zip(self._alike(), of_whole, self._cut.factors, strict=True))
         return [(position if position in sparse else -1, position in self.graph.epilogue, *kind) for position, kind in kinds]

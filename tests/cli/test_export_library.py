@@ -11,6 +11,7 @@ import pytest
 from soap import api
 from soap.cli.export import main
 from tests.cli.refusals import assert_refused
+from tests.extent import often
 
 LLAMA = {
     "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -37,8 +38,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", often([*FAMILIES], {*FAMILIES} - {"bert"}, pytest.mark.slow))
 def test_a_model_type_becomes_a_model_that_is_planned(family: str, capsys: pytest.CaptureFixture[str]) -> None:
     command, task, shapes = FAMILIES[family]
     texts = [] if family == "vit" else ["--sequence", "8"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from soap.zoo import build
 from soap.zoo.full_sparse import FullSparse, FullSparseConfig
 from tests.elastic import test_owners
 from tests.elastic.test_owners import SECRET, cut_along, samples
+from tests.extent import rows_often
 
 WIDE = FullSparseConfig(layers=2, rows=50, width=8, features=3, hidden=6, alpha=0.3, batch=8)
 """The tiny model with a column for each of eight owners."""
@@ -25,8 +27,7 @@ ITEM, ID = 8, 4
 """Bytes of a number, and of an id."""
 
 
-@pytest.mark.parametrize("axis", [0, 1])
-@pytest.mark.parametrize("servers", [1, 2, 4, 8])
+@pytest.mark.parametrize(("servers", "axis"), rows_often([*product((1, 2, 4, 8), (0, 1))], [(1, 1), (2, 0), (8, 0), (8, 1)]))
 def test_egress_is_that_of_the_formulas(servers: int, axis: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """S = b nnz. b: 24 bytes for an entry, whose id (4) and value (8) travel with the question and again with the push. Beside S of a
     worker (P S by columns) there are gradients of sums from it, and sums from the owners: B out numbers of each owner by rows, of all

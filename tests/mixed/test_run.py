@@ -153,7 +153,7 @@ def test_two_workers_of_two_devices() -> None:
 def test_a_worker_may_end_long_behind_the_others() -> None:
     """By more than ranks wait for each other in a collective: all is kept, and brought back."""
     plan = plan_for("alexnet:tiny", PAIR, 1, "async")
-    job = job_for("alexnet:tiny", plan, (2, 2), delays_s=(7.0, 0.0), timeout_s=10.0)
+    job = job_for("alexnet:tiny", plan, (2, 2), delays_s=(3.0, 0.0), timeout_s=10.0)
     outcome = run(job)
     check(job, outcome)
     check_values(emulated(job, outcome), outcome)

@@ -25,7 +25,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from soap.runtime.comm.rank_processes import end_with_launcher
-from tests.kept_models import keep_zoo_models
+from tests.kept_models import COLLECTED, keep_zoo_models
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 120.0
@@ -173,6 +173,7 @@ def _serve(rank: int, port: int, timeout_s: float, pipe: Connection, stacks: str
     os.chdir(ROOT)  # a test may have been in a folder of its own when ``multiprocessing``, which goes there, was imported
     torch.set_num_threads(1)
     gc.freeze()  # what has been imported stays
+    gc.set_threshold(*COLLECTED)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=timeout_s))
     world = 0
     with open(stacks, "w") as file:

@@ -21,7 +21,7 @@ import torch
 from soap.runtime.system import process as malloc
 from soap.runtime.system.memory_room import MemoryRoom, held_bytes
 
-MB, STEPS = 10**6, 8
+MB, STEPS = 10**6, 6
 
 def filled(size):
     return torch.ones(size * MB, dtype=torch.uint8)

@@ -54,7 +54,7 @@ def simulator(topology: Topology = TOPOLOGY, graph: OperatorGraph = GRAPH) -> Si
 
 
 def found(**options: object) -> SearchResult:
-    return search(GRAPH, TOPOLOGY, IncrementalSimulator(simulator()), SearchOptions(budget=400, confidence=0, **options))  # type: ignore[arg-type]
+    return search(GRAPH, TOPOLOGY, IncrementalSimulator(simulator()), SearchOptions(budget=100, confidence=0, **options))  # type: ignore[arg-type]
 
 
 def start() -> Start:

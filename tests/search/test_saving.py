@@ -32,7 +32,7 @@ def limited(share: float) -> Topology:
 
 
 def found(topology: Topology, graph: OperatorGraph = GRAPH, **options) -> SearchOutcome:  # type: ignore[no-untyped-def]
-    return soap.find(graph, topology, SearchOptions(**{"budget": 200, "costs": "estimate", "risk": None, "cores": 1, **options}))
+    return soap.find(graph, topology, SearchOptions(**{"budget": 100, "costs": "estimate", "risk": None, "cores": 1, **options}))
 
 
 def test_all_parameters_have_the_choice_if_memory_binds_and_nothing_was_asked_for() -> None:
@@ -91,7 +91,7 @@ def test_where_it_is_faster_it_is_done_though_all_fits() -> None:
 
 @pytest.mark.slow
 def test_what_was_asked_for_is_all_that_is_allowed() -> None:
-    outcome = found(limited(0.8), syncs=[ALL_REDUCE], budget=400)
+    outcome = found(limited(0.8), syncs=[ALL_REDUCE], budget=100)
     assert outcome.result.saving_bytes == 0 and not outcome.strategy.parameters and outcome.simulation.fits
 
 

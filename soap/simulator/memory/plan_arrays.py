@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import count
 from typing import Any, NamedTuple, get_type_hints
 from weakref import WeakKeyDictionary
@@ -211,7 +212,7 @@ class _Names(NamedTuple):
     regions: Longs
 
 
-_PARTS: WeakKeyDictionary[Delivery, tuple[OperatorGraph, _Part]] = WeakKeyDictionary()
+_PARTS: WeakKeyDictionary[Delivery, tuple[OperatorGraph, dict[tuple[int, ...], _Part]]] = WeakKeyDictionary()
 _NAMES: WeakKeyDictionary[PlacedDelivery, tuple[OperatorGraph, _Names]] = WeakKeyDictionary()
 _REGIONS: defaultdict[tuple[str, Box], int] = defaultdict(count().__next__)
 """Numbers of regions of tensors, in the order in which they were first asked for."""
@@ -242,7 +243,7 @@ REFERS = {
 def plan_arrays(plan: Plan) -> PlanArrays:
     """The arrays of a plan."""
     numbers = {tensor.name: number for number, tensor in enumerate(plan.graph.parameters)}
-    parts = [_part_of(plan.graph, own.like) for own in plan.deliveries]
+    parts = [_part_of(plan.graph, own) for own in plan.deliveries]
     found = _joined(parts, [_names_of(plan.graph, own, part, numbers) for own, part in zip(plan.deliveries, parts, strict=True)])
     tiles, readers, carriers = found["tiles"], found["readers"], found["carriers"]
     readers["tile"] += np.array(plan.first_tile, np.int64)[readers.pop("operator")]
@@ -281,11 +282,21 @@ def _begins(counts: Sequence[int] | Longs) -> Longs:
     return np.concatenate(([0], np.cumsum(np.asarray(counts, np.int64))))
 
 
-def _part_of(graph: OperatorGraph, delivery: Delivery) -> _Part:
-    known = _PARTS.get(delivery)
+def _part_of(graph: OperatorGraph, own: PlacedDelivery) -> _Part:
+    """One for all deliveries that are alike and whose operators have equal footprints."""
+    known = _PARTS.get(own.like)
     if known is None or known[0] is not graph:
-        known = _PARTS[delivery] = graph, _Maker(graph, delivery).made()
-    return known[1]
+        known = _PARTS[own.like] = graph, {}
+    takes, like = ([graph.alike_footprints[k] for k in (one.position, *one.readers)] for one in (own, own.like))
+    key = tuple(takes)
+    if key not in known[1]:
+        known[1][key] = _Maker(graph, own.like if takes == like else _by_itself(own)).made()
+    return known[1][key]
+
+
+def _by_itself(placed: PlacedDelivery) -> Delivery:
+    read = zip(placed.readers, placed.like.readers.values(), strict=True)
+    return replace(placed.own, readers={reader: tuple([replace(tile, operator=reader) for tile in tiles]) for reader, tiles in read})
 
 
 def _names_of(graph: OperatorGraph, own: PlacedDelivery, part: _Part, numbers: Mapping[str, int]) -> _Names:
