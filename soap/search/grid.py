@@ -1,5 +1,6 @@
 """Starts where data parallelism lacks memory: matrices split inside hosts, stages of such groups and micro-batches through these, states
-or values in parts on the rest of the devices, and recomputation, all together ("3D" parallelism: Narayanan et al. 2021).
+or values in parts on the rest of the devices, and recomputation, all together ("3D" parallelism: Narayanan et al. 2021). Without stages,
+micro-batches add up gradients.
 
 Names are those of ``strategy.named``. Rough times put them in an order, and leave out what hardly beats the best start that fits; the first
 few are simulated.
@@ -7,25 +8,31 @@ few are simulated.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from types import MappingProxyType
+
+import numpy as np
+from numpy.typing import NDArray
 
 from soap.cluster.topology import Topology
 from soap.model.batch import samples_of
-from soap.model.graph import OperatorGraph
+from soap.model.graph import Operator, OperatorGraph
 from soap.plan.copies import LEFT
 from soap.search.pipelines import CHUNKS, PER_STAGE
 from soap.search.rough_costs import RoughCosts
-from soap.simulator.memory.footprint import kept_share
+from soap.simulator.memory.footprint import kept_share, product_share
 from soap.simulator.simulate import MOST_PLANNED_TILES
 from soap.strategy.config import Strategy
 from soap.strategy.grids import tensor_parallel_width
 from soap.strategy.megatron import hybrid
-from soap.strategy.named import MEGATRON, MICRO_BATCHES, RECOMPUTE, SEQUENCE_PARALLEL, STAGES, WIDTH, on_top
-from soap.strategy.recomputation import RECOMPUTED, STAYS, run_levels
+from soap.strategy.named import DATA_PARALLEL, MEGATRON, MICRO_BATCHES, RECOMPUTE, SELECTIVE, SEQUENCE_PARALLEL, STAGES, WIDTH, on_top
+from soap.strategy.recomputation import LIGHT, RECOMPUTED, STAYS, run_levels
 from soap.strategy.tensor_parallel_chains import find_chains
 
+EXTENTS = MappingProxyType({"": STAYS, SELECTIVE: LIGHT, RECOMPUTE: RECOMPUTED})
+"""What is put on top of a strategy so that all runs are recomputed -> to which extent."""
 MOST_STAGES = 8
 MOST_EVALUATED = 12
 MOST_TILES = 2**20
@@ -35,12 +42,12 @@ MOST_TILES = 2**20
 @dataclass(frozen=True, slots=True)
 class Mixture:
     """A name, the time of a step by rough costs if all stages end together, and the bytes that a device then lacks by a rough estimate.
-    ``least_ns``: the same if as many chunks as any schedule has on each stage fill the pipeline sooner. ``again``: whether all runs are
-    recomputed."""
+    ``least_ns``: the same if as many chunks as any schedule has on each stage fill the pipeline sooner. ``again``: how all runs are
+    recomputed, ``RECOMPUTE`` or but for their products (``SELECTIVE``); empty if none is."""
 
     name: str
     stages: int
-    again: bool
+    again: str
     expected_ns: int
     least_ns: int
     lacking_bytes: int
@@ -48,19 +55,21 @@ class Mixture:
 
 def mixtures(graph: OperatorGraph, topology: Topology, rough: RoughCosts, optimizer_states: int, *, recompute: bool) -> list[Mixture]:
     """The grid of widths of tensor parallelism, up to ``MOST_STAGES`` stages, micro-batches and recomputation, the most promising first;
-    without data parallelism alone. ``recompute``: whether operators may run again. More than two copies own nothing in parts where two are
+    without data parallelism of all samples at once. ``recompute``: whether operators may run again. More than two copies own nothing in parts where two are
     more than ``MOST_PLANNED_TILES``: engines play such copies only if they own all (``FoldedCommunication``)."""
     samples, count, found = samples_of(graph) or 1, len(topology.workers), list[Mixture]()
     for tensor in _widths(graph, topology):
         own = _figures(graph, hybrid(graph, topology, tensor=tensor, scatters=True), rough)
-        for stages, again in product((2**k for k in range(MOST_STAGES.bit_length())), (False, True)[: 1 + recompute]):
+        for stages, (again, extent) in product((2**k for k in range(MOST_STAGES.bit_length())), [*EXTENTS.items()][: 1 + 2 * recompute]):
             copies = count // (tensor * stages)
-            if tensor * stages == 1 or count % (tensor * stages) or stages > len(graph.operators):
+            if count % (tensor * stages) or stages > len(graph.operators):
                 continue
             for parts in _parts(samples // copies, stages):
-                busy_ns = own.passes_ns + again * own.again_ns
+                if tensor * stages * parts == 1:
+                    continue
+                busy_ns = own.passes_ns + own.again_ns[extent]
                 filled_ns, least_ns = (busy_ns + busy_ns * (stages - 1) // (parts * chunks) for chunks in (1, max(CHUNKS)))
-                kept_bytes = (own.kept_again_bytes if again else own.kept_bytes) * min(stages, parts) // parts
+                kept_bytes = own.kept_bytes[extent] * min(stages, parts) // parts
                 owned = copies > 1 and (copies <= LEFT or LEFT * len(graph.operators) * tensor * parts <= MOST_PLANNED_TILES)
                 states = optimizer_states / copies if owned else optimizer_states
                 held_bytes = round(own.trained_bytes * (2 + states)) // stages + kept_bytes
@@ -86,48 +95,59 @@ def _widths(graph: OperatorGraph, topology: Topology) -> list[int]:
 
 
 def _parts(most: int, stages: int) -> list[int]:
-    """Numbers of micro-batches: the most that leave each copy a sample, up to ``PER_STAGE`` for each stage, and half as many."""
+    """Numbers of micro-batches: the most that leave each copy a sample, up to ``PER_STAGE`` for each stage, and half as many; without
+    stages all powers of two."""
+    if stages == 1:
+        return [2**k for k in range(most.bit_length())]
     last = 2 ** (min(most, PER_STAGE * stages).bit_length() - 1) if most else 0
-    return sorted({last // 2, last} - {0, *range(2, stages)}) if stages > 1 else [1] * (most > 0)
+    return sorted({last // 2, last} - {0, *range(2, stages)})
 
 
-def _name(tensor: int, stages: int, parts: int, *, owned: bool, again: bool) -> str:
+def _name(tensor: int, stages: int, parts: int, *, owned: bool, again: str) -> str:
     """Name of a mixture. Values are owned in parts only where each is gathered once a pass: not in micro-batches."""
     name = f"{SEQUENCE_PARALLEL if tensor > 1 else MEGATRON}{WIDTH}{tensor}" + f"{STAGES}{stages}" * (stages > 1)
-    for added in ("zero1" if parts > 1 else "fsdp") * owned, RECOMPUTE * again, f"{MICRO_BATCHES}{WIDTH}{parts}" * (parts > 1):
+    name = DATA_PARALLEL if tensor * stages == 1 else name
+    for added in ("zero1" if parts > 1 else "fsdp") * owned, again, f"{MICRO_BATCHES}{WIDTH}{parts}" * (parts > 1):
         name = on_top(name, added) if added else name
     return name
 
 
 @dataclass(frozen=True, slots=True)
 class _Figures:
-    """Figures of one device under tensor parallelism, with all samples of its group: times of passes with sums of partial results, and of
-    second runs; bytes of trained parameters, and of what operators keep if none or all runs are recomputed."""
+    """Figures of one device under tensor parallelism, with all samples of its group: the time of passes with sums of partial results, and
+    bytes of trained parameters; by extent to which all runs are recomputed, the time of second runs, and bytes that operators keep."""
 
     passes_ns: int
-    again_ns: int
     trained_bytes: int
-    kept_bytes: int
-    kept_again_bytes: int
+    again_ns: Mapping[int, int]
+    kept_bytes: Mapping[int, int]
 
 
 def _figures(graph: OperatorGraph, strategy: Strategy, rough: RoughCosts) -> _Figures:
-    levels = {name: level for own in run_levels(graph, RECOMPUTED) for name, level in own.items()}
-    known, total = dict[tuple[object, ...], tuple[int, int, int, int, int]](), [0] * 5
+    extents = tuple(EXTENTS.values())
+    levels = [{name: level for own in run_levels(graph, extent) for name, level in own.items()} for extent in extents]
+    known, total = dict[tuple[object, ...], NDArray[np.int64]](), np.zeros(2 + 2 * len(extents), np.int64)
     for position, op in enumerate(graph.operators):
-        config, level = strategy.operators[op.name], levels.get(op.name, STAYS)
-        key = rough.durations.same(position), config.degrees, config.replicas, level
+        config, own = strategy.operators[op.name], [level.get(op.name, STAYS) for level in levels]
+        key = rough.durations.same(position), config.degrees, config.replicas, *own
         if key not in known:
             laid, table = rough.lay(position, config), rough.durations(position, config.degrees, config.shares)
             cells = len(config.devices) // config.replicas
             forward_ns, backward_ns = (int(table[:, way].sum(axis=-1).max()) * config.replicas // len({*config.devices}) for way in (0, 1))
-            made = sum(graph.tensors[out.tensor].bytes for out in op.outputs) // cells
-            kept = kept_share(graph, op, [(0, factor.size) for factor in op.factors]) // cells + made
             trained = sum(graph.tensors[own.tensor].bytes for own in op.parameters if graph.tensors[own.tensor].requires_grad)
             parted = max([1, *(config.degrees[dim.factor] for own in op.parameters for dim in own.dims if dim.factor is not None)])
-            again = level == RECOMPUTED
-            known[key] = (
-                forward_ns + backward_ns + rough.sums_ns(laid.sums), forward_ns * again, trained // parted, kept, 0 if again else made,
-            )  # fmt: skip
-        total = [a + b for a, b in zip(total, known[key], strict=True)]
-    return _Figures(*total)
+            again = [forward_ns * (level == RECOMPUTED) for level in own]
+            kept = [_kept_bytes(graph, op, level) // cells for level in own]
+            known[key] = np.array([forward_ns + backward_ns + rough.sums_ns(laid.sums), trained // parted, *again, *kept], np.int64)
+        total += known[key]
+    passes_ns, trained_bytes, *rest = total.tolist()
+    again_ns, kept_bytes = rest[: len(extents)], rest[len(extents) :]
+    return _Figures(passes_ns, trained_bytes, dict(zip(extents, again_ns, strict=True)), dict(zip(extents, kept_bytes, strict=True)))
+
+
+def _kept_bytes(graph: OperatorGraph, op: Operator, level: int) -> int:
+    """Bytes that a whole operator keeps, with what it makes, if it is recomputed to this level."""
+    whole, made = [(0, factor.size) for factor in op.factors], sum(graph.tensors[out.tensor].bytes for out in op.outputs)
+    if level == RECOMPUTED:
+        return 0
+    return made + (product_share(graph, op, whole) if level == LIGHT else kept_share(graph, op, whole))

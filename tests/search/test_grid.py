@@ -17,7 +17,7 @@ from soap.search.options import SearchOptions
 from soap.search.rough_costs import RoughCosts
 from soap.simulator.incremental import IncrementalSimulator
 from soap.simulator.simulate import Simulator
-from soap.strategy.named import named
+from soap.strategy.named import RECOMPUTE, named
 from soap.strategy.stages import devices_of_stages
 from tests.graph_builder import transformer
 from tests.strategies import CPU, GPU, cluster
@@ -31,25 +31,32 @@ def grid(topology: Topology = TOPOLOGY, *, recompute: bool = True) -> dict[str, 
 
 
 def test_names_are_those_that_users_may_give() -> None:
-    """Micro-batches leave each copy a sample; values in parts only where nothing is in micro-batches; nothing in parts without copies."""
+    """Micro-batches leave each copy a sample; values in parts only where nothing is in micro-batches; nothing in parts without copies; of one
+    stage all numbers of micro-batches."""
     found = grid()
     usual = {name: own for name, own in found.items() if not own.again}
     assert {*usual} == {
+        "zero1+microbatches:2",
         "megatron:1x2+zero1+microbatches:2", "megatron:1x2+zero1+microbatches:4", "megatron:1x4+zero1+microbatches:8",
         "megatron:1x4+zero1+microbatches:4", "megatron:1x8+microbatches:16", "megatron:1x8+microbatches:8",
-        "sequence_parallel:2+fsdp", "sequence_parallel:2x2+zero1+microbatches:8", "sequence_parallel:2x2+zero1+microbatches:4",
+        "sequence_parallel:2+fsdp", "sequence_parallel:2+zero1+microbatches:2", "sequence_parallel:2+zero1+microbatches:4",
+        "sequence_parallel:2x2+zero1+microbatches:8", "sequence_parallel:2x2+zero1+microbatches:4",
         "sequence_parallel:2x4+microbatches:16", "sequence_parallel:2x4+microbatches:8",
-        "sequence_parallel:4+fsdp", "sequence_parallel:4x2+microbatches:16", "sequence_parallel:4x2+microbatches:8",
+        "sequence_parallel:4+fsdp",
+        *(f"sequence_parallel:4+zero1+microbatches:{parts}" for parts in (2, 4, 8)),
+        "sequence_parallel:4x2+microbatches:16", "sequence_parallel:4x2+microbatches:8",
     }  # fmt: skip
-    assert grid(recompute=False) == usual and len(found) == 2 * len(usual)
+    assert grid(recompute=False) == usual and len(found) == 3 * len(usual)
     for name, own in found.items():
         strategy = named(name, GRAPH, TOPOLOGY)
         strategy.validate(GRAPH, TOPOLOGY.device_count)
-        assert len(devices_of_stages(GRAPH, strategy)) == own.stages and any(c.recompute for c in strategy.operators.values()) == own.again
+        assert len(devices_of_stages(GRAPH, strategy)) == own.stages and any(c.recompute for c in strategy.operators.values()) == bool(own.again)
     first, more = found["megatron:1x4+zero1+microbatches:4"], found["megatron:1x4+zero1+microbatches:8"]
     assert first.expected_ns > more.expected_ns > more.least_ns  # fewer micro-batches fill stages later
     again = found["megatron:1x4+zero1+recompute+microbatches:4"]
-    assert again.expected_ns > first.expected_ns
+    but_for_products = found["megatron:1x4+zero1+selective+microbatches:4"]
+    assert again.expected_ns > but_for_products.expected_ns > first.expected_ns
+    assert found["zero1+microbatches:2"].expected_ns == found["zero1+microbatches:2"].least_ns  # nothing waits for other stages
 
 
 def test_what_fits_comes_first_then_what_is_fast() -> None:
@@ -58,14 +65,17 @@ def test_what_fits_comes_first_then_what_is_fast() -> None:
     assert [(own.lacking_bytes, own.expected_ns) for own in found] == sorted((own.lacking_bytes, own.expected_ns) for own in found)
     assert {bool(own.lacking_bytes) for own in found} == {False, True}
     assert grid(cluster([1, 1], CPU)).keys() == {
-        f"megatron:1x2{again}+microbatches:{parts}" for again in ("", "+recompute") for parts in (8, 16)
+        f"{base}{again}+microbatches:{parts}"
+        for again in ("", "+selective", "+recompute")
+        for base, counts in (("megatron:1x2", (8, 16)), ("zero1", (2, 4, 8)))
+        for parts in counts
     }  # no host has several devices
 
 
 def test_pipelines_may_pay_where_one_that_keeps_everything_fits_and_is_fast() -> None:
-    fits = Mixture("megatron:1x2", 2, False, 100, 80, 0)
+    fits = Mixture("megatron:1x2", 2, "", 100, 80, 0)
     assert pipelines_may_pay(TOPOLOGY, [fits], 80) and not pipelines_may_pay(TOPOLOGY, [fits], 79)
-    for other in (replace(fits, again=True), replace(fits, stages=1), replace(fits, lacking_bytes=1)):
+    for other in (replace(fits, again="selective"), replace(fits, stages=1), replace(fits, lacking_bytes=1)):
         assert not pipelines_may_pay(TOPOLOGY, [other], 80)
     mixed = replace(TOPOLOGY, devices=(*TOPOLOGY.devices[:-1], replace(TOPOLOGY.devices[-1], type=CPU)))
     assert pipelines_may_pay(mixed, [], 80)  # the grid says nothing of those
@@ -79,7 +89,7 @@ def test_only_what_is_expected_to_be_faster_than_what_fits_is_evaluated(fits: bo
     topology = replace(TOPOLOGY, limits=(int(0.9 * needed) if fits else 100,) * TOPOLOGY.device_count)
     simulator = Simulator(GRAPH, topology, RooflineCosts(topology))
     names = "sequence_parallel:2x2+zero1+recompute+microbatches:4", "megatron:1x2+zero1+recompute+microbatches:2"
-    known = [Mixture(names[0], 2, True, 1, 1, 0), Mixture(names[1], 2, True, 2**60, 2**60, 0)]
+    known = [Mixture(names[0], 2, RECOMPUTE, 1, 1, 0), Mixture(names[1], 2, RECOMPUTE, 2**60, 2**60, 0)]
     monkeypatch.setattr(all_starts, "mixtures", lambda *own, **options: known)
     asked = list[bool | None]()
     monkeypatch.setattr(all_starts, "pipeline_start", lambda *own, wanted, named: asked.append(wanted))
