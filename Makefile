@@ -28,7 +28,9 @@ PARSED := .pytest_cache/parsed
 test test-all quick: export PYTHONDONTWRITEBYTECODE :=
 
 # How much of each suite: tests/extent.py, docs/testing.md
-test test-all quick: export SOAP_TESTS ?= $(@:test-all=all)
+test: export SOAP_TESTS ?= test
+test-all: export SOAP_TESTS ?= all
+quick: export SOAP_TESTS ?= quick
 PYTEST = $(PY) -m pytest -n $(WORKERS) --dist worksteal
 
 .PHONY: help demo test test-all quick checked lint types machine-code wheel docs venv clean

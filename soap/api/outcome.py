@@ -24,6 +24,7 @@ from soap.search.record import SearchResult
 from soap.search.starts import BASELINE
 from soap.simulator.analysis.rich_display import milliseconds
 from soap.simulator.draws import Draws
+from soap.simulator.folded import FoldedSimulation
 from soap.simulator.simulate import Simulation, Simulator
 from soap.simulator.throughput import Throughput, throughput
 from soap.strategy.config import Strategy
@@ -186,14 +187,14 @@ class SearchOutcome:
         return self.result.history
 
     @cached_property
-    def simulation(self) -> Simulation:
-        """The iteration of ``strategy``, task by task."""
-        return self.simulator.run(self.strategy)
+    def simulation(self) -> Simulation | FoldedSimulation:
+        """The iteration of ``strategy``, task by task; of a large one with many equal copies, two of these (``Simulator.predict``)."""
+        return self.simulator.predict(self.strategy)
 
     @cached_property
     def explanation(self) -> list[Line]:
         """Why each operator got its configuration. Simulates one strategy per operator that differs from data parallelism."""
-        return explain(self.simulator, self.strategy, self.simulation)
+        return explain(self.simulator, self.strategy, self.simulation if isinstance(self.simulation, Simulation) else None)
 
     @cached_property
     def synchronization(self) -> list[Synchronized]:

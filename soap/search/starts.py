@@ -14,6 +14,7 @@ from soap.model.batch import sample_factor
 from soap.model.graph import OperatorGraph
 from soap.search.metropolis import Evaluator
 from soap.simulator.memory.certain import certainly_lacks
+from soap.simulator.simulate import is_large
 from soap.strategy.classical import CLASSICAL, NAMED, SYNCHRONIZED, random_strategy, uniform_config
 from soap.strategy.config import Strategy, SyncConfig, settled
 from soap.strategy.named import JOIN, SHARING, SIMULATED, check_name, forms, named
@@ -150,9 +151,9 @@ def memory_binds(starts: Sequence[Start]) -> bool:
 def starts_of_chains(starts: Sequence[Start], count: int, available_bytes: float = inf) -> list[Start]:
     """The best ``count`` starts that fit; if none does, the one that lacks least, whose descent looks for memory first. Where memory binds
     that one is among them in any case: what saves most may fit, and be far from what is fast and nearly fits. But not if it lacks more than
-    there is (``available_bytes``), and something fits."""
+    there is (``available_bytes``), or is so large that each proposal takes a second, and something fits."""
     fit, lacking = (_best([start for start in starts if start.fits == fits]) for fits in (True, False))
-    near = [start for start in lacking[:1] if not fit or start.overflow_bytes <= available_bytes]
+    near = [start for start in lacking[:1] if not fit or (start.overflow_bytes <= available_bytes and not is_large(start.strategy))]
     return [*fit[: count - len(near)], *near] if memory_binds(starts) else fit[:count]
 
 

@@ -21,6 +21,7 @@ from soap.cli.search import main
 from soap.model.regions import whole
 from soap.search import chains
 from soap.simulator.lowering import build_plan
+from soap.strategy.config import SyncConfig
 from soap.strategy.sync import parameter_server
 from tests.cli.refusals import assert_refused
 
@@ -175,7 +176,9 @@ def test_parameters_may_be_served(tmp_path: Path, capsys: pytest.CaptureFixture[
     reduced = replace(strategy, parameters={})
     assert found["predicted_ns"] < soap.simulate(model, CLUSTER, reduced).makespan_ns
     assert main([*arguments, "--budget", "20"]) == 0
-    assert set() != set(soap.load_strategy(out, model, CLUSTER).parameters) <= sparse  # nobody has asked for others
+    unasked = soap.load_strategy(out, model, CLUSTER).parameters
+    assert all(unasked[name].owner == "servers" and unasked[name].payload == "rows" for name in sparse)
+    assert {unasked[name] for name in unasked.keys() - sparse} == {SyncConfig("parts")}  # of dense ones optimizer states in parts
     assert main([*arguments, "--budget", "20", "--sync", "allreduce"]) == 0
     assert dict(soap.load_strategy(out, model, CLUSTER).parameters) == {}
 

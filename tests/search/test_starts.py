@@ -46,7 +46,9 @@ def test_initial_strategy_of_another_model_is_refused() -> None:
         starting_strategies(mlp(), cluster([2]), None, Strategy({"x": OpConfig((), (0,))}), 0)
 
 
-def test_chains_start_from_different_strategies_that_fit_and_where_memory_binds_from_one_that_nearly_does() -> None:
+def test_chains_start_from_different_strategies_that_fit_and_where_memory_binds_from_one_that_nearly_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     strategies = [Strategy({"layer.0": OpConfig((1,), (i,))}) for i in range(4)]
 
     def chosen(count: int, *figures: tuple[str, int, int, int]) -> list[str]:
@@ -63,6 +65,9 @@ def test_chains_start_from_different_strategies_that_fit_and_where_memory_binds_
     hopeless = [Start("a", strategies[0], 30, 0), Start("fast", strategies[1], 10, 9)]
     assert [start.name for start in starts_of_chains(hopeless, 1, available_bytes=8)] == ["a"]
     assert starts_of_chains(hopeless[1:], 1, available_bytes=8) == hopeless[1:]
+    with monkeypatch.context() as large:
+        large.setattr(starts, "is_large", lambda strategy: True)
+        assert chosen(2, a, ("fast", 1, 10, 9)) == ["a"] and chosen(2, ("fast", 1, 10, 9)) == ["fast"]
 
 
 def test_where_data_parallelism_lacks_memory_what_saves_most_comes_first_and_what_cannot_fit_is_left_out(
