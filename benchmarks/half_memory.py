@@ -205,7 +205,7 @@ def weighed(file: Path, simulator: Simulator, plans: Mapping[str, Strategy], tim
     for name, strategy in plans.items():
         run = simulator.run(strategy)
         order = execution_order(run.tasks, run.schedule)
-        cases.append(memory.Case(str(file), name, strategy, order, run.peak_bytes, tuple(use.total for use in run.memory)))
+        cases.append(memory.Case(str(file), name, strategy, order, run.peak_bytes))
     held = launch(simulator.topology.device_count, memory.measure, (cases, simulator.topology, OPTIMIZER))
     return [
         Run(

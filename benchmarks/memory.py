@@ -4,10 +4,9 @@ that save memory, and random ones.
     python -m benchmarks.memory [--ranks N] [--random K] [--optimizer adam] [MODEL …]
     python -m benchmarks.memory --ranks 4 emulated-rnnlm emulated-gpt    # models of benchmarks.accuracy
 
-"predicted": the most that the simulated order holds at any time, with an allowance. "bound": what decides whether a strategy fits, for any
-order. Both are given as ratios to what was measured: above 1 is on the safe side. Measured: tensors that torch allocates from before the
-shards are made to the end of the third step, the model as it was loaded not counted. "workspaces": how much higher the peak is with what
-kernels take for themselves within a call, which nobody predicts.
+"predicted": the most that the simulated order holds at any time, with an allowance, as a ratio to what was measured: above 1 is on the
+safe side. Measured: tensors that torch allocates from before the shards are made to the end of the third step, the model as it was loaded
+not counted. "workspaces": how much higher the peak is with what kernels take for themselves within a call, which nobody predicts.
 """
 
 from __future__ import annotations
@@ -51,14 +50,13 @@ SAFE, CLOSE, USUALLY = 1.0, 1.15, 1.10
 
 @dataclass(frozen=True)
 class Case:
-    """One strategy of one model. ``predicted``, ``bound``: bytes by device."""
+    """One strategy of one model. ``predicted``: bytes by device."""
 
     model: str
     name: str
     strategy: Strategy
     order: ExecutionOrder
     predicted: tuple[int, ...]
-    bound: tuple[int, ...]
 
 
 def strategies(spec: str, graph: OperatorGraph, topology: Topology, randoms: int) -> dict[str, Strategy]:
@@ -85,7 +83,7 @@ def cases(spec: str, topology: Topology, randoms: int, optimizer: str) -> list[C
     for name, strategy in strategies(spec, graph, topology, randoms).items():
         run = simulator.run(strategy)
         order = execution_order(run.tasks, run.schedule)
-        found.append(Case(spec, name, strategy, order, run.peak_bytes, tuple(use.total for use in run.memory)))
+        found.append(Case(spec, name, strategy, order, run.peak_bytes))
     return found
 
 
@@ -125,25 +123,22 @@ def main(argv: Sequence[str] | None = None) -> None:
         specs = [str(export_model(own, Path(temporary))) if own in EMULATED_MODELS else own for own in args.models]
         found = [case for spec in specs for case in cases(spec, topology, args.random, args.optimizer)]
         measured = launch(args.ranks, measure, (found, topology, args.optimizer))
-    print("| model | strategy | measured, KiB | predicted / measured | bound / measured | workspaces |\n|---|---|---|---|---|---|")
-    ratios, bounds = [], []
+    print("| model | strategy | measured, KiB | predicted / measured | workspaces |\n|---|---|---|---|---|")
+    ratios = []
     for number, case in enumerate(found):
         found_peaks = [measured[rank][number] for rank in range(args.ranks)]
         peaks = [max(1, peak.bytes) for peak in found_peaks]
         works = " ".join(f"+{peak.with_workspaces_bytes / most - 1:.0%}" for peak, most in zip(found_peaks, peaks, strict=True))
         own = [predicted / peak for predicted, peak in zip(case.predicted, peaks, strict=True)]
-        most = [bound / peak for bound, peak in zip(case.bound, peaks, strict=True)]
-        shown = [" ".join(f"{value:.2f}" for value in values) for values in (own, most)]
+        shown = " ".join(f"{value:.2f}" for value in own)
         measured_kib = " ".join(f"{peak / 1024:.0f}" for peak in peaks)
-        print(f"| {Path(case.model).stem} | {case.name} | {measured_kib} | {shown[0]} | {shown[1]} | {works} |")
+        print(f"| {Path(case.model).stem} | {case.name} | {measured_kib} | {shown} | {works} |")
         ratios += own
-        bounds += most
-    for what, values in (("predicted", ratios), ("bound", bounds)):
-        safe, close, usual = (sum(SAFE <= value <= most for value in values) for most in (inf, CLOSE, USUALLY))
-        print(
-            f"\n{what}: median {median(values):.2f}, from {min(values):.2f} to {max(values):.2f}; never under in {safe} of {len(values)}, "
-            f"at most {CLOSE - 1:.0%} over in {close}, at most {USUALLY - 1:.0%} in {usual}"
-        )
+    safe, close, usual = (sum(SAFE <= ratio <= most for ratio in ratios) for most in (inf, CLOSE, USUALLY))
+    print(
+        f"\nmedian {median(ratios):.2f}, from {min(ratios):.2f} to {max(ratios):.2f}; never under in {safe} of {len(ratios)}, "
+        f"at most {CLOSE - 1:.0%} over in {close}, at most {USUALLY - 1:.0%} in {usual}"
+    )
 
 
 if __name__ == "__main__":

@@ -263,8 +263,7 @@ def predict(row: Row, data: Mapping[str, Any]) -> Outcome:
     simulator = api.simulator_for(graph, topology, optimizer_states=row.optimizer_states, costs="estimate")
     simulation = simulator.run(strategy_of(row, graph, topology))
     seconds = simulation.step_ns(row.accumulate) / 1e9
-    bound_bytes = max(use.total for use in simulation.memory)
-    return Outcome(row.id, seconds, max(simulation.peak_bytes), bound_bytes, simulation.fits, round(time.process_time() - begin))
+    return Outcome(row.id, seconds, max(simulation.peak_bytes), simulation.fits, round(time.process_time() - begin))
 
 
 def predictions(rows: Sequence[Row], data: Mapping[str, Any], processes: int, resume: Path | None) -> dict[str, Outcome]:

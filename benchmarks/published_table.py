@@ -23,20 +23,18 @@ published figures. Their sources, with quotations and what was assumed where the
 """
 
 NOTES = """\
-"Error" is predicted / published step time less 1. Memory is that of the fullest device: what is expected, and the bound for any order of
-the tasks. "Refused" says that the device has less memory than is expected, so that no search would take this plan, although it ran.
+"Error" is predicted / published step time less 1. Memory is what is expected on the fullest device.
+"Refused" says that the device has less memory than is expected, so that no search would take this plan, although it ran.
 """
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A row's prediction: seconds of a step; peak memory of the fullest device as expected, and its bound, which must fit; and how long
-    predicting took."""
+    """A row's prediction: seconds of a step; peak memory to expect on the fullest device; and how long predicting took."""
 
     id: str
     seconds: float
     peak_bytes: int
-    bound_bytes: int
     fits: bool
     took_seconds: int
 
@@ -98,7 +96,7 @@ def _simulated(rows: Sequence[Row], outcomes: Mapping[str, Outcome], pairs: Mapp
     lines = []
     for row in rows:
         outcome, pair = outcomes[row.id], pairs[row.id]
-        memory = f"{format_bytes(outcome.peak_bytes)}, {format_bytes(outcome.bound_bytes)}" + ("" if outcome.fits else ": refused")
+        memory = format_bytes(outcome.peak_bytes) + ("" if outcome.fits else ": refused")
         figure, steps = _figure(row), (milliseconds(pair.published), milliseconds(pair.predicted))
         lines.append((row.id, row.hosts * row.devices, strategy(row), row.precision, figure, *steps, f"{pair.error:+.0%}", memory))
     return _table(head, lines)

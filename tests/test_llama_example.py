@@ -20,6 +20,6 @@ LAYER, NORM, TABLE = 218_112_000, 4096, 128_256 * 4096
 def test_a_layer_of_it_has_metas_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     llama.main([str(tmp_path / "llama.pt2"), "--layers", "1", "--samples", "1"])
     assert simulate.main([str(tmp_path / "llama.pt2"), "--cluster", "h200-8", "--builtin", "single_device", "--json"]) == 0
-    memory = json.loads(capsys.readouterr().out)["memory_bytes"][0]
-    assert memory["parameters"] == 2 * (LAYER + NORM + 2 * TABLE)
-    assert memory["optimizer"] == 2 * memory["parameters"]
+    memory = json.loads(capsys.readouterr().out)["peak_memory_bytes"][0]
+    assert memory["values"] == 2 * (LAYER + NORM + 2 * TABLE)
+    assert memory["states"] == 2 * memory["values"]

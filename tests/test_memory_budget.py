@@ -79,7 +79,7 @@ def test_a_batch_that_no_device_holds_is_planned_for_ranks_with_their_own_sample
     assert own.hash == whole.hash and pickle.loads(pickle.dumps(own)) == own != whole
     needed = [soap.simulate(graph, given, "data_parallel", costs="estimate") for given in (whole, own)]
     given_bytes = sum(tensor.bytes for tensor in graph.tensors.values() if tensor.kind is TensorKind.INPUT)
-    saved = {a.activations - b.activations for a, b in zip(needed[0].memory, needed[1].memory, strict=True)}
+    saved = {a["batch"] - b["batch"] for a, b in zip(needed[0].peak_by_kind, needed[1].peak_by_kind, strict=True)}
     assert saved == {given_bytes * 15 // 16} and needed[0].makespan_ns == needed[1].makespan_ns
     assert max(needed[1].peak_bytes) < given_bytes
     options = soap.SearchOptions(budget=50, memory_budget=f"{given_bytes} B", costs="estimate")

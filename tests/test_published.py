@@ -152,7 +152,7 @@ def test_one_row_from_end_to_end(tiny: OperatorGraph) -> None:
     graph, topology = tiny, topology_of(row, data)
     alone = soap.simulate(graph, topology, "data_parallel", costs="estimate")
     assert outcome.seconds == alone.makespan_ns / 1e9
-    assert outcome.bound_bytes == max(use.total for use in alone.memory)
+    assert outcome.peak_bytes == max(alone.peak_bytes)
     assert outcome.fits
     text = page([row], data, {row.id: outcome}, {row.id: published_seconds(row, data)}, "2026-01-02")
     error = outcome.seconds / 0.004 - 1

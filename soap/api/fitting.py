@@ -359,7 +359,7 @@ def _way(simulator: Simulator, name: str, strategy: Strategy, micro_batches: int
         for device, more in enumerate(kept_between(found.plan, micro_batches)):
             peaks[device] += sum(more.values())
             kinds[device] = {kind: size + more.get(kind, 0) for kind, size in kinds[device].items()}
-    lacking = overflow_bytes(peaks, topology) + lacking_on_hosts(found.host_memory, topology)  # not by the bound for any order
+    lacking = overflow_bytes(peaks, topology) + lacking_on_hosts(found.host_memory, topology)
     limits = topology.memory_limits
     fullest = max(range(len(peaks)), key=lambda device: peaks[device] / limits[device])
     on, peak = topology.devices[fullest].name, peaks[fullest]

@@ -266,7 +266,7 @@ class SearchOutcome:
     def _simulated(self) -> dict[str, Any]:
         """The part of the record for which the strategy is simulated."""
         return {
-            "memory_bytes": [use.total for use in self.simulation.memory],
+            "memory_bytes": list(self.simulation.peak_bytes),
             "bytes_moved": self.simulation.bytes_moved,
             "costs": costs_record(self.simulator, self.simulation.tasks),
         }

@@ -69,8 +69,8 @@ def warn_of_memory(simulation: Simulation) -> None:
     fit: a warm-up sends and receives more than later steps, and corrected momentum is kept beside the residual."""
     if simulation.plan.training == PLAIN or not count(simulation) or simulation.fits:
         return
-    uses, limits = [use.total for use in simulation.memory], simulation.topology.memory_limits
-    total, limit, device = max(zip(uses, limits, simulation.topology.devices, strict=True), key=lambda own: own[0] - own[1])
+    owned = zip(simulation.peak_bytes, simulation.topology.memory_limits, simulation.topology.devices, strict=True)
+    total, limit, device = max(owned, key=lambda own: own[0] - own[1])
     warnings.warn(
         f"{device.name} may need up to {format_bytes(total)} with --correct-momentum and --warm-up, and has "
         f"{format_bytes(limit)}: momentum is kept beside residuals, and a warm-up sends up to everything; leave them "

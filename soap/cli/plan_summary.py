@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from math import isinf, prod
 from typing import Any
 
@@ -222,7 +221,6 @@ def document(simulator: Simulator, strategy: Strategy, simulation: Simulation | 
         "speedup": others[BASELINE]["predicted_ns"] / max(1, simulation.makespan_ns),
         "baselines": others,
         "throughput": throughput_document(simulation.throughput),
-        "memory_bytes": [{**asdict(use), "total": use.total} for use in simulation.memory],
         "expected_memory_bytes": list(simulation.peak_bytes),
         "peak_memory_bytes": list(simulation.peak_by_kind),
         "memory_range_bytes": [memory_range(peak) for peak in simulation.peak_bytes],
@@ -290,7 +288,7 @@ def optimality(outcome: SearchOutcome) -> str:
 
 def recorded(simulation: Simulation | FoldedSimulation) -> dict[str, Any]:
     """What a strategy file records of a prediction."""
-    memory = [use.total for use in simulation.memory]
+    memory = list(simulation.peak_bytes)
     return {"predicted_ns": simulation.makespan_ns, "memory_bytes": memory, "bytes_moved": simulation.bytes_moved}
 
 
@@ -379,9 +377,9 @@ def _times(report: Mapping[str, Any], name: str) -> str:
 def _resources(report: Mapping[str, Any]) -> str:
     names, peaks = report["cluster"]["devices"], report["expected_memory_bytes"]
     fullest = max(range(len(peaks)), key=lambda d: peaks[d] / report["available_memory_bytes"][d])
-    available, bound = report["available_memory_bytes"][fullest], report["memory_bytes"][fullest]["total"]
+    available = report["available_memory_bytes"][fullest]
     between = " to ".join(map(format_bytes, report["memory_range_bytes"][fullest]))
-    held = f"{between} of {format_bytes(available)} ({names[fullest]}), up to {format_bytes(max(bound, peaks[fullest]))} in any order"
+    held = f"{between} of {format_bytes(available)} ({names[fullest]})"
     busy = [report["busy_ns"][name] for name in names]
     mean = sum(busy) / len(busy) / max(1, report["predicted_ns"])
     rows = [

@@ -312,12 +312,11 @@ def _eager(job: Job) -> dict[str, Any]:
 
 
 def _memory(predicted: Simulation, measured: Sequence[int] | None) -> list[dict[str, Any]] | None:
-    """By device: the peak in the simulated order, the bound that decides what fits, and the measured peak."""
+    """By device: the expected peak, and the measured one."""
     if measured is None:
         return None
-    keys = ("device", "predicted_bytes", "bound_bytes", "measured_bytes")
-    rows = zip(predicted.topology.devices, predicted.peak_bytes, predicted.memory, measured, strict=True)
-    return [dict(zip(keys, (device.name, peak, bound.total, found), strict=True)) for device, peak, bound, found in rows]
+    rows = zip(predicted.topology.devices, predicted.peak_bytes, measured, strict=True)
+    return [{"device": device.name, "predicted_bytes": peak, "measured_bytes": found} for device, peak, found in rows]
 
 
 def text(report: Mapping[str, Any]) -> str:
@@ -360,9 +359,9 @@ def _throughput(own: Mapping[str, Any], emulated: Mapping[str, Any] | None) -> s
 
 
 def _held(memory: Sequence[Mapping[str, Any]]) -> str:
-    rows: list[tuple[str, ...]] = [("peak memory", "predicted", "bound", "measured", "measured / predicted")]
+    rows: list[tuple[str, ...]] = [("peak memory", "predicted", "measured", "measured / predicted")]
     for own in memory:
-        sizes = [own[key] for key in ("predicted_bytes", "bound_bytes", "measured_bytes")]
+        sizes = [own[key] for key in ("predicted_bytes", "measured_bytes")]
         rows.append((own["device"], *map(format_bytes, sizes), f"{own['measured_bytes'] / max(1, own['predicted_bytes']):.2f}"))
     return aligned(rows)
 

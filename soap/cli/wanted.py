@@ -12,6 +12,7 @@ from soap.measure.this_machine import free_memory_bytes
 from soap.model.batch import MicroBatches
 from soap.model.graph import OperatorGraph
 from soap.plan.compression.seam import WORKS, Work, layout_of
+from soap.plan.memory_kinds import MemoryKind
 from soap.plan.row_counts import sparse_lookup_operators
 from soap.plan.tiling import Tile, tiles_of
 from soap.profiles.entries import COMPRESSION, COPY, RUNTIME, UPDATE, compression_key, copy_key, runtime_key, update_key
@@ -20,7 +21,6 @@ from soap.profiles.roofline import RooflineCosts
 from soap.search.lossy import lossy_syncs, peer_counts
 from soap.search.space import grids_of
 from soap.search.starts import BASELINE
-from soap.simulator.memory.peaks import MemoryUse
 from soap.simulator.simulate import Simulation
 from soap.strategy.compression import Compression, said_settings, written_settings
 from soap.strategy.config import OpConfig, Strategy
@@ -36,6 +36,8 @@ MAY_BE_NEEDED = frozenset((SPACE, OTHER_UPKEEP))
 """Groups that belong to no strategy."""
 OPTIMIZERS = (2, 0, 1)
 """Numbers of tensors of a parameter's size that optimizers keep; Adam's first, as predictions count them."""
+STAYS = (MemoryKind.VALUES, MemoryKind.GRADIENTS, MemoryKind.STATES)
+"""Kinds of memory that a strategy has between its turns."""
 UPKEEP_BYTES = tuple(2**power for power in range(6, 27, 4))
 """No larger sizes are measured: beyond 64 MiB memory decides, and times are proportional to the bytes."""
 
@@ -187,20 +189,19 @@ def _fits(graph: OperatorGraph, topology: Topology, simulations: Sequence[Simula
 
 def _needed(graph: OperatorGraph, topology: Topology, simulations: Sequence[Simulation]) -> tuple[int, int, str]:
     """Bytes that are needed, bytes that are there, and where: on CPUs those of all ranks, which begin with all parameters; on GPUs
-    those of the fullest GPU. On CPUs the bounds leave room for what kernels take for themselves, which is not predicted."""
+    those of the fullest GPU."""
+    devices = [_held([(s.peak_by_kind[device.index], s.peak_bytes[device.index]) for s in simulations]) for device in topology.devices]
     if not topology.has_gpus_alone:
         loaded = topology.device_count * sum(tensor.bytes for tensor in graph.parameters)
-        bounds = [_held([(s.memory[device.index], s.memory[device.index].total) for s in simulations]) for device in topology.devices]
-        return loaded + sum(bounds), free_memory_bytes(), "this machine"
-    devices = [_held([(s.memory[device.index], s.peak_bytes[device.index]) for s in simulations]) for device in topology.devices]
+        return loaded + sum(devices), free_memory_bytes(), "this machine"
     fullest = max(topology.devices, key=lambda device: devices[device.index] / device.type.memory_bytes)
     return devices[fullest.index], fullest.type.memory_bytes, fullest.name
 
 
-def _held(uses: Sequence[tuple[MemoryUse, int]]) -> int:
-    """Bytes of one device: what stays of each strategy, and the largest that one needs for a while. ``uses``: each with its most."""
-    stay = [use.parameters + use.gradients + use.optimizer for use, _ in uses]
-    return sum(stay) + max(max(0, most - own) for own, (_, most) in zip(stay, uses, strict=True))
+def _held(peaks: Sequence[tuple[Mapping[str, int], int]]) -> int:
+    """Bytes of one device: what stays of each strategy, and the largest that one needs for a while. ``peaks``: by kind, and in all."""
+    stay = [sum(kinds[kind] for kind in STAYS) for kinds, _ in peaks]
+    return sum(stay) + max(peak - own for own, (_, peak) in zip(stay, peaks, strict=True))
 
 
 def _require(needed: int, there: int, where: str) -> None:

@@ -14,10 +14,10 @@ from soap.elastic.launcher import Options, Reduction
 from soap.elastic.layout import ElasticPlan, TableCut
 from soap.errors import StrategyError
 from soap.model.batch import sample_factor, samples_of
-from soap.model.graph import KEEP_STATE, NEXT_STATE, OperatorGraph
+from soap.model.graph import OperatorGraph
 from soap.strategy.config import Strategy
 from soap.strategy.consistency import parse
-from soap.strategy.marks import MARKS, mark_of
+from soap.strategy.marks import require_unmarked
 from soap.strategy.served import TableAt, configured, look_ups, served
 
 
@@ -125,14 +125,7 @@ def _require_plain(graph: OperatorGraph, strategy: Strategy) -> None:
     """StrategyError if the strategy asks for what workers without state do not do."""
     if strategy.microbatches > 1 or strategy.stages or strategy.schedule is not None:
         raise StrategyError("the strategy has micro-batches or stages; expected none: a worker computes its lease at once")
-    for op in graph.operators:
-        config = strategy.operators[op.name]
-        if op.kind in (NEXT_STATE, KEEP_STATE):
-            raise StrategyError(
-                f"operator {op.name!r} keeps buffers from step to step (batch norm?); expected a model without: workers hold no state"
-            )
-        if (feature := MARKS[mark_of(config)].feature) is not None:
-            raise StrategyError(f"operator {op.name!r} is marked to {feature.wanted}; expected no mark on workers")
+    require_unmarked(graph, strategy, "workers hold no state")
 
 
 def _workers(graph: OperatorGraph, strategy: Strategy, at_servers: set[int]) -> tuple[int, ...]:

@@ -14,12 +14,12 @@ from soap.cluster.topology import Topology
 from soap.errors import StrategyError
 from soap.mixed.partitioning import Placement, WorkerPlan, kept_minibatches
 from soap.model.batch import sample_dims, sample_factor, samples_of
-from soap.model.graph import KEEP_STATE, NEXT_STATE, OperatorGraph, TensorKind
+from soap.model.graph import OperatorGraph, TensorKind
 from soap.model.regions import Interval, balanced
 from soap.strategy.config import Strategy, settled
 from soap.strategy.consistency import parse
 from soap.strategy.grids import fill
-from soap.strategy.marks import MARKS, mark_of
+from soap.strategy.marks import require_unmarked
 from soap.strategy.sync import fitted, parameter_server
 from soap.strategy.workers import Workers
 
@@ -162,7 +162,7 @@ def wave_plan(strategy: Strategy, graph: OperatorGraph, topology: Topology) -> W
     """The plan of a strategy with virtual workers. ``graph``: of all minibatches together. StrategyError for what they cannot run."""
     cut, workers = stages_of(strategy, graph), strategy.workers
     assert workers is not None
-    _require_plain(strategy, graph)
+    require_unmarked(graph, strategy, "minibatches of a worker overlap")
     users = {name: [position for position, _ in uses] for name, uses in graph.parameter_users.items()}
     trained = [tensor.name for tensor in graph.parameters if tensor.requires_grad]
     made = tuple(_stages(own, graph, users, trained) for own in cut)
@@ -232,14 +232,3 @@ def _of_minibatch(graph: OperatorGraph, name: str, workers: int) -> int:
 
 def _numbers(graph: OperatorGraph, name: str) -> int:
     return graph.tensors[name].bytes // graph.tensors[name].itemsize
-
-
-def _require_plain(strategy: Strategy, graph: OperatorGraph) -> None:
-    for op in graph.operators:
-        config = strategy.operators[op.name]
-        if op.kind in (NEXT_STATE, KEEP_STATE):
-            raise StrategyError(
-                f"operator {op.name!r} hands a state from step to step; expected none (batch norm may be there): minibatches overlap"
-            )
-        if (feature := MARKS[mark_of(config)].feature) is not None:
-            raise StrategyError(f"operator {op.name!r} is marked to {feature.wanted}; expected no mark in workers")

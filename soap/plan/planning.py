@@ -310,15 +310,23 @@ class PlanBuilder:
         if any(reduction.cells for reduction in reductions):
             holdings = tuple(_holdings(self.graph, position, part.tiles, reductions))
             holders = _holders(self.graph, position, holdings)
-        fetches = tuple(
-            LocalFetch(tensor, box, device, holders[tensor].cover(box, device, self._distances(device)), tuple(consumers))
-            for (tensor, box, device), consumers in reads.items()
-        )
-        carriers = Carriers(self.graph.tensors, fetches, part.tiles, holdings, reductions)
         read = {reader: self._part(reader, own).tiles for reader, own in zip(self._readers[position], readers, strict=True)}
+        closing = config.replicas > 1 and not self.graph.epilogue.isdisjoint(read)
+        first = _holders(self.graph, position, holdings, part.tiles) if closing else holders
+        fetches = []
+        for (tensor, box, device), consumers in reads.items():
+            chosen = first if closing and self._begins_backward(consumers, read) else holders
+            pieces = chosen[tensor].cover(box, device, self._distances(device))
+            fetches.append(LocalFetch(tensor, box, device, pieces, tuple(consumers)))
+        carriers = Carriers(self.graph.tensors, fetches, part.tiles, holdings, reductions)
         devices, _ = self._lying(config.devices, *(own.devices for own in readers))
         moved = tuple(carriers.messages), tuple(carriers.exchanges)
-        return Delivery(part.tiles, reductions, holdings, fetches, *moved, position, read, devices)
+        return Delivery(part.tiles, reductions, holdings, tuple(fetches), *moved, position, read, devices)
+
+    def _begins_backward(self, consumers: Iterable[Reader], read: Mapping[int, Sequence[Tile]]) -> bool:
+        """Whether replica 0 of an operator of the loss's epilogue is among these. It reads from replica 0, wherever that is: ranks begin
+        the backward pass at replica 0 of the loss's terms. ``read``: by operator, its tiles."""
+        return any(reader in self.graph.epilogue and read[reader][tile].replica == 0 for reader, tile, _ in consumers)
 
     def _scattered(self, reduction: Reduction, reads: Mapping[Region, Sequence[Reader]]) -> Reduction:
         """The reduction as a reduce-scatter if that moves fewer bytes to the readers on its devices, else as it is."""
@@ -444,10 +452,14 @@ def _holdings(graph: OperatorGraph, position: int, tiles: Sequence[Tile], reduct
                 yield Holding(operand.tensor, tile.outputs[output], tile.device, tile.index)
 
 
-def _holders(graph: OperatorGraph, position: int, holdings: Sequence[Holding]) -> Mapping[str, HolderIndex]:
+def _holders(
+    graph: OperatorGraph, position: int, holdings: Sequence[Holding], of_replica_0: Sequence[Tile] = ()
+) -> Mapping[str, HolderIndex]:
+    """By output, who holds it. ``of_replica_0``: the operator's tiles, if other replicas do not count."""
     places: dict[str, list[int]] = {out.tensor: [] for out in graph.operators[position].outputs}
     for place, holding in enumerate(holdings):
-        places[holding.tensor].append(place)
+        if not of_replica_0 or of_replica_0[holding.tile].replica == 0:
+            places[holding.tensor].append(place)
     return {tensor: HolderIndex(tensor, own, holdings) for tensor, own in places.items()}
 
 

@@ -81,19 +81,13 @@ class Asked:
 @dataclass(frozen=True)
 class Handed:
     """What a rank is handed. ``groups``: the process groups that it makes, by their numbers among ``group_count``. ``unread``: see
-    ``TileContext``. ``most_bytes``: what the rank holds at most in a step, as predicted; None if nobody has asked. ``whole``: the program
-    of all ranks, on rank 0."""
+    ``TileContext``. ``whole``: the program of all ranks, on rank 0."""
 
     program: Program
     groups: Mapping[int, tuple[int, ...]]
     group_count: int
     unread: frozenset[str]
-    most_bytes: int | None = None
     whole: Program | None = None
-
-
-Predict = Callable[[Plan], Sequence[int] | None]
-"""Whole plan -> what each of its devices holds at most, in bytes, if that matters."""
 
 
 class Planned:
@@ -102,9 +96,15 @@ class Planned:
     def __init__(self, comm: Communicator, asked: Asked) -> None:
         self._comm, self._asked = comm, asked
 
-    def first(self, predict: Predict) -> Handed:
-        """The program that was asked for. ``predict`` is called on rank 0, and may refuse the plan."""
-        return self._handed(self._asked.model, lambda: compile_program(self._asked.plan(), self._asked.order), predict)
+    def first(self, check: Callable[[Plan], None]) -> Handed:
+        """The program that was asked for. ``check`` is called on rank 0 with the whole plan, and may refuse it."""
+
+        def make() -> Program:
+            program = compile_program(self._asked.plan(), self._asked.order)
+            check(program.plan)
+            return program
+
+        return self._handed(self._asked.model, make)
 
     def single_tiles(self, model: TracedModel, whole: Program | None) -> Program:
         """The program in which each tile is a segment."""
@@ -133,22 +133,21 @@ class Planned:
 
         return self._handed(model, make)
 
-    def _handed(self, model: TracedModel, make: Callable[[], Program], predict: Predict = lambda _: None) -> Handed:
+    def _handed(self, model: TracedModel, make: Callable[[], Program]) -> Handed:
         strategy = self._asked.strategy
         kept: list[Program] = []
 
         def parts() -> Iterator[bytes]:
             program = make()
             kept.append(program)
-            most, unread = predict(program.plan), model.unread(program.plan.tiles)
+            unread = model.unread(program.plan.tiles)
             ranks, groups = self._comm.world_size, program.device_groups(both_ways=self._comm.messages_apart)
             needed, cut = needed_by(groups, ranks), RankPrograms(program)
             known = {"graph": program.plan.graph, "strategy": strategy}
             yield packed((cut.alike, unread), known)  # under fsdp, by far the most: written once
             for rank in range(ranks):
-                peak = None if most is None or rank >= len(most) else most[rank]
                 part, uses = cut.bare(rank)
-                yield packed((Handed(part, needed[rank], len(groups), frozenset(), peak), uses), known)
+                yield packed((Handed(part, needed[rank], len(groups), frozenset()), uses), known)
 
         with collector.paused():
             shared, own = self._comm.hand_out(parts)

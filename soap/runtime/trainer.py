@@ -52,7 +52,6 @@ from soap.runtime.updates.parts import (
     trainable_shapes,
 )
 from soap.runtime.updates.trial import Tried, try_optimizer
-from soap.simulator.memory.peaks import memory_use
 from soap.strategy.config import Strategy
 from soap.tracing.calls import TileContext
 from soap.tracing.execute import TracedModel
@@ -116,29 +115,28 @@ class Trainer:
         self.layout = self.recipe.layout(shapes)
         tried = try_optimizer(self.layout, shapes, self.device)
         self.planned = Planned(self.comm, asked)
-        handed = self.planned.first(partial(self._predicted, tried))
+        handed = self.planned.first(partial(self._require_possible, tried))
         self.comm.open_numbered(handed.groups, handed.group_count)
         self.program, self.plan = handed.program, handed.program.plan
         if self.clip_norm is not None and compressed_names(self.plan):
             self.compressing = replace(self.compressing, clip_norm=self.clip_norm)
         self.room: MemoryRoom | None = None
-        if handed.most_bytes is not None:
+        if self.device.type == "cpu" and self.rank < asked.topology.device_count:
             there = stored_bytes(self.model.parameters.values()) if options.take_over else 0
-            self.room = room_within(handed.most_bytes, asked.topology.memory_limits[self.rank], there)
+            self.room = room_within(asked.topology.memory_limits[self.rank], there)
         self._place_values(joined_names(self.plan, tried), options.take_over)
         self.alike = Alike(self.comm)
         self.sizes = BatchSizes(self, handed, options.take_over)
         self._prepare_updates(tuple(tried.scopes))
         self._refresh_copies()
 
-    def _predicted(self, tried: Tried, plan: Plan) -> list[int] | None:
-        """What devices hold at most, in bytes, if they are CPUs. RuntimeFailure if the options do not go with the whole plan."""
+    def _require_possible(self, tried: Tried, plan: Plan) -> None:
+        """RuntimeFailure if the options do not go with the whole plan."""
         if self.clip_norm is not None and compressed_names(plan):
             require_clippable(plan, self.clip_norm)
         require_scalable(plan, self.scaler)
         require_possible(plan, tried, self.lazy_sparse)
         require_offloadable(plan, tried, lazy_sparse=self.lazy_sparse)
-        return [use.total for use in memory_use(plan, tried.states)] if self.device.type == "cpu" else None
 
     def _place_values(self, joined: Sequence[str], take_over: bool) -> None:
         """Load this rank's parts of parameters and its copy of the buffers; make them equal on all ranks that have them."""

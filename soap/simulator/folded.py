@@ -17,7 +17,7 @@ from soap.simulator.communication.algorithms import Algorithm
 from soap.simulator.communication.allreduce import allreduce_bytes, link_shares, parted_link_bytes
 from soap.simulator.folding import Folding
 from soap.simulator.memory.curves import MemoryCurve
-from soap.simulator.memory.peaks import MemoryUse, memory_use, overflow_bytes
+from soap.simulator.memory.peaks import overflow_bytes
 from soap.simulator.memory.sweep import expected_peaks, memory_over_time, peaks_by_kind
 from soap.simulator.tasks import Schedule, Task, TaskGraph, TaskKind
 from soap.simulator.throughput import Throughput, throughput
@@ -46,11 +46,6 @@ class FoldedSimulation:
     def makespan_ns(self) -> int:
         """Time of one iteration."""
         return self.schedule.makespan_ns
-
-    @cached_property
-    def memory(self) -> tuple[MemoryUse, ...]:
-        """Peak use of each device of the cluster."""
-        return tuple(self.folding.for_all(self._uses))
 
     @property
     def memory_over_time(self) -> tuple[MemoryCurve, ...]:
@@ -166,11 +161,6 @@ class FoldedSimulation:
     def _expected(self) -> tuple[int, ...]:
         """The expected peaks of the small topology's devices and of an idle one."""
         return expected_peaks(curve.peak_bytes for curve in self._curves)
-
-    @cached_property
-    def _uses(self) -> tuple[MemoryUse, ...]:
-        """The bounds of the small topology's devices and of an idle one."""
-        return memory_use(self._with_an_idle_device.plan, self.optimizer_states)
 
     @cached_property
     def _curves(self) -> tuple[MemoryCurve, ...]:

@@ -29,7 +29,7 @@ from soap.simulator.folding import CopiesBuilders, Folding, fold
 from soap.simulator.lowering import PlanBuilder, lower
 from soap.simulator.memory.curves import MemoryCurve
 from soap.simulator.memory.hosts import host_use, lacking_on_hosts
-from soap.simulator.memory.peaks import MemoryUse, memory_use, overflow_bytes
+from soap.simulator.memory.peaks import overflow_bytes
 from soap.simulator.memory.plan_arrays import plan_arrays
 from soap.simulator.memory.sweep import expected_peaks, memory_over_time, peaks_by_kind, swept
 from soap.simulator.reference import simulate
@@ -93,11 +93,6 @@ class Simulation:
             replace(task, duration_ns=0) if task.kind in skipped and task.name not in always else task for task in self.tasks.tasks
         )
         return (micro_batches - 1) * simulate(replace(self.tasks, tasks=kept)).makespan_ns + self.makespan_ns
-
-    @cached_property
-    def memory(self) -> tuple[MemoryUse, ...]:
-        """Peak use of each device."""
-        return memory_use(self.plan, self.optimizer_states)
 
     @cached_property
     def memory_over_time(self) -> tuple[MemoryCurve, ...]:
@@ -242,6 +237,8 @@ class Simulator:
                 self._folded[key] = found
             if len(self._folded) > KEPT_FOLDED:
                 self._folded.popitem(last=False)
+        else:
+            self._folded.move_to_end(key)
         return found
 
     def folding(self, strategy: Strategy, *, nearly: bool = False) -> Folding | str:
@@ -254,6 +251,8 @@ class Simulator:
             found = self._foldings[key] = fold(self.graph, self.topology, strategy, self.training, builders=self._copies_builders)
             if len(self._foldings) > KEPT_FOLDED:
                 self._foldings.popitem(last=False)
+        else:
+            self._foldings.move_to_end(key)
         return found if nearly or isinstance(found, str) or found.exact else "readers own unequal parts of parameters"
 
     def cost(self, strategy: Strategy) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from soap.errors import StrategyError
-from soap.model.graph import Operator, OperatorGraph
+from soap.model.graph import KEEP_STATE, NEXT_STATE, Operator, OperatorGraph
 from soap.strategy import offloading, recomputation
 
 if TYPE_CHECKING:
@@ -134,3 +134,14 @@ def require_allowed(graph: OperatorGraph, op: Operator, config: OpConfig) -> Non
     why = None if feature is None else feature.refusal(graph, op)
     if feature is not None and why is not None:
         raise StrategyError(f"operator {op.name!r} is marked to {feature.wanted}, but {why}; expected {feature.field} false")
+
+
+def require_unmarked(graph: OperatorGraph, strategy: Strategy, why_no_state: str) -> None:
+    """StrategyError if an operator has a mark, or keeps a state from step to step, neither of which workers beside servers do."""
+    for op in graph.operators:
+        if op.kind in (NEXT_STATE, KEEP_STATE):
+            raise StrategyError(
+                f"operator {op.name!r} keeps buffers from step to step (batch norm?); expected a model without: {why_no_state}"
+            )
+        if (feature := MARKS[mark_of(strategy.operators[op.name])].feature) is not None:
+            raise StrategyError(f"operator {op.name!r} is marked to {feature.wanted}; expected no mark on workers")

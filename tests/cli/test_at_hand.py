@@ -249,9 +249,10 @@ def test_as_many_strategies_are_tried_together_as_fit(monkeypatch: pytest.Monkey
 
     def held(names: Sequence[str]) -> int:
         """All that stays, and for each device the most that passes by."""
-        uses = [simulations[name].memory for name in names]
-        stays = sum(use.parameters + use.gradients + use.optimizer for own in uses for use in own)
-        return loaded + stays + sum(max(own[device].activations + own[device].buffers for own in uses) for device in (0, 1))
+        chosen = [simulations[name] for name in names]
+        stay = [[sum(own[kind] for kind in ("values", "gradients", "states")) for own in run.peak_by_kind] for run in chosen]
+        passing = [[peak - own for peak, own in zip(run.peak_bytes, kept, strict=True)] for run, kept in zip(chosen, stay, strict=True)]
+        return loaded + sum(map(sum, stay)) + sum(map(max, zip(*passing, strict=True)))
 
     for names in (["data_parallel", "megatron"], list(named)):
         monkeypatch.setattr(wanted, "free_memory_bytes", lambda names=names: held(names))

@@ -81,7 +81,7 @@ def test_json_is_one_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert report["speedup"] == report["baselines"]["data_parallel"]["predicted_ns"] / report["predicted_ns"]
     fixed = {"seed": 0, "budget": 20, "risk": "tail", "draws": 8, "evaluations": 22, "interrupted": False}
     assert report["search"] == {**fixed, "beta": report["search"]["beta"], "spreads": report["search"]["spreads"]}
-    assert len(report["memory_bytes"]) == len(report["cluster"]["devices"]) == 16
+    assert len(report["expected_memory_bytes"]) == len(report["cluster"]["devices"]) == 16
     assert report["strategy"] == str(tmp_path / "s.json")
     assert 0 < report["bound_ns"] <= report["predicted_ns"]
 

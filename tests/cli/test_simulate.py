@@ -34,7 +34,7 @@ def test_prices_a_classical_strategy(name: str, capsys: pytest.CaptureFixture[st
     simulation = soap.simulate("zoo:gpt:tiny", "p100-4x4", name)
     assert report["predicted_ns"] == simulation.makespan_ns == report["baselines"][name]["predicted_ns"]
     assert report["bytes_moved"] == simulation.bytes_moved
-    assert [use["total"] for use in report["memory_bytes"]] == [use.total for use in simulation.memory]
+    assert report["expected_memory_bytes"] == list(simulation.peak_bytes) and "memory_bytes" not in report
     events = [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
     assert {event["name"] for event in events} == {task.name for task in simulation.tasks.tasks if task.resources}
     assert (name == "data_parallel") == (report["unlike_data_parallel"] == [])
@@ -49,8 +49,8 @@ def test_says_what_decides_the_iteration(name: str, capsys: pytest.CaptureFixtur
     assert told["iteration_ns"] == sum(told["critical_path_ns"].values()) == report["predicted_ns"]
     assert [device["name"] for device in told["devices"]] == report["cluster"]["devices"]
     assert [device["peak_bytes"] for device in told["devices"]] == list(simulation.peak_bytes)
-    for device, use in zip(told["devices"], report["memory_bytes"], strict=True):
-        assert use["parameters"] < device["peak_bytes"] <= use["total"]
+    for device, kinds in zip(told["devices"], report["peak_memory_bytes"], strict=True):
+        assert kinds["values"] < device["peak_bytes"] == sum(kinds.values())
         assert device["busy_ns"] == report["busy_ns"][device["name"]] <= told["iteration_ns"]
     assert {link["name"]: link["bytes"] for link in told["links"]} == link_bytes(simulation.tasks)
     assert sum(link["bytes"] for link in told["links"]) >= report["bytes_moved"] > 0

@@ -134,10 +134,10 @@ def drawn(graph: OperatorGraph, device_count: int, seed: str, *, synchronized: b
 
 # What comes of it
 
-COLUMNS = ("makespan_ns", "peak_bytes", "strategy", "plan", "times", "order", "memory", "held")
-"""Of an entry. ``peak_bytes``: the most that any device holds, by the bound. ``strategy``: its hash, shortened. Digests: ``plan``, what the
-plan does; ``times``, every task with its start and end; ``order``, tasks as their ids order them, and tiles as the runtime runs them;
-``memory``, the bound of each device; ``held``, the most to expect on each, or its bound if that is less."""
+COLUMNS = ("makespan_ns", "peak_bytes", "strategy", "plan", "times", "order", "held")
+"""Of an entry. ``peak_bytes``: the most to expect on any device. ``strategy``: its hash, shortened. Digests: ``plan``, what the plan does;
+``times``, every task with its start and end; ``order``, tasks as their ids order them, and tiles as the runtime runs them; ``held``, the
+most to expect on each device."""
 
 Entry = list[int | str]
 """One value a column."""
@@ -153,17 +153,14 @@ def entry(simulator: Simulator, wanted: Wanted) -> Entry:
     whats = [_what(tasks, task) for task in tasks.tasks]
     spans = [(int(start), int(end)) for start, end in zip(schedule.start_ns, schedule.end_ns, strict=True)]
     order = [what for _, what in sorted(zip([task.id for task in tasks.tasks], whats, strict=True), key=lambda pair: pair[0])]
-    bounds = [use.total for use in simulation.memory]
-    memory = [(u.parameters, u.gradients, u.optimizer, u.activations, u.buffers) for u in simulation.memory]
     return [
         simulation.makespan_ns,
-        max(bounds),
+        max(simulation.peak_bytes),
         hash_of(wanted.strategy, simulator.graph)[:DIGITS],
         digest(sorted(plan_lines(simulation.plan))),
         digest(f"{start} {end} {what}" for (start, end), what in sorted(zip(spans, whats, strict=True))),
         digest([*order, *_runtime_order(simulation)]),
-        digest(f"{device} {own}" for device, own in enumerate(memory)),
-        digest(f"{device} {min(own)}" for device, own in enumerate(zip(simulation.peak_bytes, bounds, strict=True))),
+        digest(f"{device} {own}" for device, own in enumerate(simulation.peak_bytes)),
     ]
 
 

@@ -48,7 +48,7 @@ def test_own_samples_are_counted(pool: Pool, tmp_path: Path) -> None:
     whole, own = (
         api.simulator_for(graph, given, optimizer_states=STATES, costs="estimate").run(strategy) for given in (local_topology(2), topology)
     )
-    saved = [a.activations - b.activations for a, b in zip(whole.memory, own.memory, strict=True)]
+    saved = [a["batch"] - b["batch"] for a, b in zip(whole.peak_by_kind, own.peak_by_kind, strict=True)]
     assert saved == [(images.nbytes + 64 * 8) // 2] * 2  # labels as well
     found = pool.run(counted_parts, str(path), strategy, topology, execution_order(own.tasks, own.schedule), ranks=2)
     assert all(most <= peak <= MOST_OVER * most for most, peak in zip(found, own.peak_bytes, strict=True)), (found, own.peak_bytes)

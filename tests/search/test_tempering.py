@@ -66,7 +66,7 @@ def test_time_ends_a_search_and_nonsense_is_refused() -> None:
 def test_a_cluster_of_little_memory_is_respected() -> None:
     """Devices that hold a part of the model, but not all of it."""
     simulator = api.simulator_for("zoo:rnnlm:tiny", "p100-4x4")
-    whole = max(use.total for use in simulator.run(api.classical("single_device", simulator.graph, simulator.topology)).memory)
+    whole = max(simulator.run(api.classical("single_device", simulator.graph, simulator.topology)).peak_bytes)
     devices = [replace(d, type=replace(d.type, memory_bytes=int(0.4 * whole))) for d in simulator.topology.devices]
     narrow = api.simulator_for(simulator.graph, replace(simulator.topology, devices=tuple(devices)))
     evaluator = IncrementalSimulator(narrow)

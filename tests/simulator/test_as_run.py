@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import event, given
 
 from soap.cluster.topology import Topology
@@ -77,3 +79,24 @@ def test_a_segment_is_not_left_for_another() -> None:
     simulated, kept = ([names[tile] for kind, tile in own if kind is TaskKind.BACKWARD] for own in passes)
     assert simulated == ["sum", "b3", "a3", "b2", "a2", "b1", "a1"]
     assert kept == ["sum", "b3", "b2", "a3", "b1", "a2", "a1"]
+
+
+def test_a_term_of_the_loss_goes_back_where_ranks_begin() -> None:
+    """Both devices compute term m, and device 1 adds up the terms. Ranks go back from replica 0, on device 0. The simulation does so too,
+    though device 1 has the number at hand: no gradient of what m reads travels, and device 0 has m's second run."""
+    g = GraphBuilder()
+    value = g.linear(g.input("x", 4, 8), 8, name="a")
+    ends = [g.mean(value, name=name) for name in "mn"]
+    graph = g.build(g.sum(*ends, name="sum"), terms=ends)
+    configs = {op.name: on(0, degrees=(1,) * len(op.factors)) for op in graph.operators}
+    configs["m"] = replace(on(0, 1, degrees=configs["m"].degrees, replicas=2), recompute=1)
+    tasks, schedule = played(graph, strategy(**{**configs, "sum": on(1, degrees=())}), pairwise_cluster(1, 1))
+    names = [graph.operators[tile.operator].name for tile in tasks.plan.tiles]
+    back = [[(kind, names[tile]) for kind, tile in own if kind is not TaskKind.FORWARD] for own in passes_of(tasks, schedule)]
+    second = [(TaskKind.RECOMPUTE, "m"), *((TaskKind.BACKWARD, name) for name in "mna")]
+    assert (sorted(back[0]), back[1]) == (sorted(second), [(TaskKind.BACKWARD, "sum")])
+    moved = {task.name: task.bytes for task in tasks.tasks if task.kind is TaskKind.TRANSFER}
+    numbers = {f"transfer {what}{end}[] {ends}": 4 for end in "mn" for what, ends in (("", "0->1"), ("gradient of ", "1->0"))}
+    assert moved == {"transfer a[0:4,0:8] 0->1": 128, **numbers}
+    program = compile_program(tasks.plan, execution_order(tasks, schedule))
+    assert [tasks.plan.tiles[tile].device for tile in program.activity.tiles if names[tile] == "m"] == [0]

@@ -20,7 +20,6 @@ from soap.simulator.incremental import IncrementalSimulator
 from soap.simulator.lowering import build_plan
 from soap.simulator.memory.hosts import host_use, hosts_may_lack, lacking_on_hosts
 from soap.simulator.memory.memory_sum import MemorySum
-from soap.simulator.memory.parameters import exchanged_bytes, kept_parameters
 from soap.simulator.simulate import Simulator
 from soap.strategy.classical import data_parallel
 from soap.strategy.config import Strategy
@@ -28,6 +27,8 @@ from soap.strategy.offloading import with_offload
 from soap.strategy.sync import parameter_server, synchronized
 from tests.extent import MANY
 from tests.graph_builder import mlp
+from tests.simulator.reference_memory.any_order import held_for_syncs, kept_parameters
+from tests.simulator.reference_memory.sizes import host_copies
 from tests.strategies import CPU, GPU, cases, cluster
 
 MLP = mlp(widths=(16, 32), classes=4)
@@ -70,12 +71,13 @@ def test_what_servers_take_is_on_hosts_what_it_would_be_on_cpus(case: tuple[Oper
         own = replace(topology, devices=tuple(replace(device, type=kind) for device in topology.devices), ports=())
         plan = build_plan(graph, strategy, own)
         values, gradients, updated = kept_parameters(plan)
-        devices = [sum(each) for each in zip(values, gradients, [2 * size for size in updated], exchanged_bytes(plan), strict=True)]
+        sizes = (values, gradients, [2 * size for size in updated], host_copies(plan), *held_for_syncs(plan).values())
+        devices = [sum(each) for each in zip(*sizes, strict=True)]
         by_host = [0] * len(own.hosts)
         for device, size in zip(own.devices, devices, strict=True):
             by_host[device.host] += size
         hosts = host_use(plan, own, 2)
-        for number in plan.offloaded:  # hosts' bound counts Adam's number of steps, devices' bound does not
+        for number in plan.on_servers | plan.offloaded:  # hosts' use counts Adam's number of steps
             for device in plan.accelerators.intersection(plan.shards[number].devices):
                 by_host[own.devices[device].host] -= COUNT_BYTES
         found.append([a + b for a, b in zip(by_host, hosts, strict=True)])

@@ -17,7 +17,7 @@ from soap.plan.plan import tile_task_name
 from soap.simulator.folding import fold
 from soap.simulator.lowering import build_plan, lower
 from soap.simulator.memory.hosts import host_use
-from soap.simulator.memory.peaks import away_bytes, memory_use
+from soap.simulator.memory.peaks import away_bytes
 from soap.simulator.memory.sweep import memory_over_time
 from soap.simulator.reference import simulate
 from soap.simulator.tasks import TaskGraph, TaskKind
@@ -26,6 +26,7 @@ from soap.strategy.offloading import away, offloadable, with_offload
 from soap.strategy.recomputation import LIGHT, RECOMPUTED, with_marks
 from tests.graph_builder import GraphBuilder, transformer
 from tests.simulator.examples import PointCosts, batch_split, by_name, chain, finish, on, predecessors, strategy
+from tests.simulator.reference_memory.any_order import memory_use
 from tests.simulator.test_recomputation import spans
 from tests.strategies import CPU, GPU, cases, cluster
 

@@ -17,12 +17,14 @@ from soap.plan.samples import given_bytes
 from soap.plan.tiling import iteration_points
 from soap.simulator.lowering import build_plan, lower
 from soap.simulator.memory import peaks
-from soap.simulator.memory.peaks import MemoryUse, memory_use, peak_bytes
 from soap.simulator.reference import execution_order, simulate
 from soap.strategy.config import Strategy
 from soap.strategy.sync import parameter_server
 from tests.graph_builder import GraphBuilder
 from tests.simulator.examples import PointCosts, batch_split, chain, finish, on, pairwise_cluster, strategy
+from tests.simulator.reference_memory import any_order
+from tests.simulator.reference_memory.any_order import MemoryUse, memory_use, peak_bytes
+from tests.simulator.reference_memory.sizes import tile_sizes
 from tests.strategies import cases
 
 TWO = pairwise_cluster(1, 1)
@@ -46,8 +48,8 @@ def test_data_parallel_by_hand() -> None:
 def test_columns_of_the_batch_are_copied_and_rows_are_not() -> None:
     rows, columns = (strategy(l1=on(0, 0, degrees=d), loss=on(0, degrees=(1,))) for d in ((2, 1, 1), (1, 2, 1)))
     graph = chain(4, 6, 3)
-    assert peaks._read_bytes(build_plan(graph, rows, TWO)) == [96, 96]
-    assert peaks._read_bytes(build_plan(graph, columns, TWO)) == [96 + 2 * 48, 96]
+    assert any_order._read_bytes(build_plan(graph, rows, TWO)) == [96, 96]
+    assert any_order._read_bytes(build_plan(graph, columns, TWO)) == [96 + 2 * 48, 96]
 
 
 def test_optimizer_states_count_per_trainable_parameter() -> None:
@@ -141,14 +143,14 @@ def test_padding_is_a_copy_only_where_a_tile_lacks_more_on_one_side() -> None:
     graph = finish(g, g.elementwise(g.conv(g.input("x", 2, 3, 8), 4, kernel=3, padding=1, name="c"), name="e"))
     unpadded = GraphBuilder()
     other = finish(unpadded, unpadded.elementwise(unpadded.conv(unpadded.input("x", 2, 3, 10), 4, kernel=3, padding=0, name="c"), name="e"))
-    one, two = (sum(own.kept for own in peaks.tile_sizes(build_plan(made, batch_split(made, [0]), TWO))) for made in (graph, other))
+    one, two = (sum(own.kept for own in tile_sizes(build_plan(made, batch_split(made, [0]), TWO))) for made in (graph, other))
     assert one == two
     thirds = strategy(c=on(0, 1, 0, degrees=(1, 1, 1, 3)), e=on(0, degrees=(1, 1, 1)), loss=on(0, degrees=(1,)))
     plan = build_plan(graph, thirds, TWO)
-    assert [own.padded for own in peaks.tile_sizes(plan)[:2]] == [2 * 3 * 5 * 4, 0]  # the second sees no border
+    assert [own.padded for own in tile_sizes(plan)[:2]] == [2 * 3 * 5 * 4, 0]  # the second sees no border
     halves = strategy(c=on(0, 1, degrees=(1, 1, 1, 2)), e=on(0, degrees=(1, 1, 1)), loss=on(0, degrees=(1,)))
     outputs = 2 * 4 * 4 * 4
-    assert peaks.tile_sizes(build_plan(graph, halves, TWO))[1].kept == outputs + outputs + 2 * 3 * 6 * 4
+    assert tile_sizes(build_plan(graph, halves, TWO))[1].kept == outputs + outputs + 2 * 3 * 6 * 4
 
 
 def test_what_is_sent_is_kept() -> None:

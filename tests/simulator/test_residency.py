@@ -19,8 +19,6 @@ from soap.plan.syncs.parameter_server import METHOD
 from soap.runtime.comm.packing import are_adjacent, cut
 from soap.simulator.lowering import build_plan, lower
 from soap.simulator.memory.curves import MemoryCurve
-from soap.simulator.memory.parameters import is_away, kept_shards
-from soap.simulator.memory.peaks import peak_bytes, tile_sizes
 from soap.simulator.memory.sweep import expected_peaks, memory_over_time, peaks_by_kind, with_allowance, without_allowance
 from soap.simulator.memory.transit import cells_land_in_place
 from soap.simulator.reference import simulate
@@ -32,9 +30,11 @@ from soap.strategy.sync import SHARDED, SHARDED_STATE
 from tests.extent import MANY
 from tests.graph_builder import GraphBuilder
 from tests.simulator.examples import PointCosts, batch_split, chain, on, pairwise_cluster, strategy, units
+from tests.simulator.reference_memory.any_order import peak_bytes
 from tests.simulator.reference_memory.as_run import as_run
 from tests.simulator.reference_memory.ledger import Ledger
 from tests.simulator.reference_memory.residency import memory_over_time as by_objects
+from tests.simulator.reference_memory.sizes import is_away, kept_shards, tile_sizes
 from tests.simulator.reference_memory.task_spans import TaskSpans
 from tests.strategies import cases
 

@@ -18,7 +18,6 @@ from soap.simulator.analysis.timeline import busy_time_ns, chrome_trace, link_by
 from soap.simulator.communication.servers import HOST_CORE, core_names, first_cores, server_resources, server_type
 from soap.simulator.communication.synchronizing import device_updates
 from soap.simulator.lowering import build_plan, lower
-from soap.simulator.memory.peaks import memory_use
 from soap.simulator.reference import simulate
 from soap.simulator.tasks import TaskGraph, TaskKind
 from soap.strategy.config import Strategy, SyncConfig
@@ -38,6 +37,7 @@ from tests.simulator.examples import (
     strategy,
     units,
 )
+from tests.simulator.reference_memory.any_order import memory_use
 from tests.strategies import CPU, GPU, cases, cluster
 
 TWO = pairwise_cluster(1, 1)

@@ -19,7 +19,6 @@ from soap.profiles.roofline import RooflineCosts
 from soap.simulator.compiled.syncs.codes import FIELDS, MOST_SETTINGS, SyncCodes
 from soap.simulator.folding import Folding, fold
 from soap.simulator.lowering import build_plan, lower
-from soap.simulator.memory.peaks import peak_bytes
 from soap.simulator.memory.sweep import memory_over_time
 from soap.simulator.reference import simulate
 from soap.simulator.simulate import Simulator
@@ -33,6 +32,7 @@ from soap.strategy.sync_contracts import METHODS, Contract, find_contract
 from tests.extent import so_many
 from tests.graph_builder import GraphBuilder
 from tests.simulator.compiled.walks import Edit, check
+from tests.simulator.reference_memory.any_order import peak_bytes
 from tests.simulator.sync_cases import CASES
 from tests.strategies import CPU, GPU, cluster
 

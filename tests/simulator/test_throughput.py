@@ -88,7 +88,7 @@ def test_a_price_changes_no_prediction_and_no_hash() -> None:
     assert priced.hash == cluster.hash == pickle.loads(pickle.dumps(priced)).hash
     assert pickle.loads(pickle.dumps(priced)).price == Price(24.5, "EUR")
     plain, other = (soap.simulate("zoo:gpt:tiny", one, "megatron") for one in (cluster, priced))
-    assert (plain.makespan_ns, plain.memory, plain.busy_ns) == (other.makespan_ns, other.memory, other.busy_ns)
+    assert (plain.makespan_ns, plain.peak_bytes, plain.busy_ns) == (other.makespan_ns, other.peak_bytes, other.busy_ns)
     assert api.simulator_for("zoo:gpt:tiny", cluster).costs_hash == api.simulator_for("zoo:gpt:tiny", priced).costs_hash
     assert plain.throughput.cost_per_million_samples is None
     expected = 24.5 / 3600 * other.makespan_ns / 1e9 / 8 * 1e6

@@ -10,13 +10,13 @@ import pytest
 from soap.plan.syncs.seam import method_for
 from soap.profiles.roofline import RooflineCosts
 from soap.simulator.lowering import build_plan, lower
-from soap.simulator.memory.peaks import peak_bytes
 from soap.simulator.memory.sweep import memory_over_time
 from soap.simulator.reference import simulate
 from soap.simulator.simulate import Simulator
 from soap.strategy.classical import data_parallel, random_config, random_strategy
 from soap.strategy.config import SyncConfig
 from tests.simulator.compiled.walks import Edit, check
+from tests.simulator.reference_memory.any_order import peak_bytes
 from tests.simulator.test_sync_methods import GRAPH, clusters
 from tests.simulator.two_step import registered
 

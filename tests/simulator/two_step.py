@@ -6,7 +6,7 @@ It is all that a method with tasks of its own takes in the plan: the engine play
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 
@@ -46,14 +46,10 @@ class TwoStepSum(SyncMethod):
         rows += [Row(Phase.AFTER_BACKWARD, PULL, "spread", How.EXCHANGE, rounds=((out, False),))] if within else []
         return Template(tuple(rows))
 
-    def buffers(self, plan: Plan, sync: ShardSync) -> Iterable[tuple[int, int]]:
-        """What the first devices receive."""
-        return [(first, len(others) * gradient_bytes(plan, sync)) for first, *others in reading_groups(sync)]
-
     def holds(self, plan: Plan, sync: ShardSync) -> Iterator[Hold]:
-        """The same, from its coming on."""
-        for device, size in self.buffers(plan, sync):
-            yield Hold(device, size, since=sync_name(sync, "collect"))
+        """What the first devices receive, from its coming on."""
+        for first, *others in reading_groups(sync):
+            yield Hold(first, len(others) * gradient_bytes(plan, sync), since=sync_name(sync, "collect"))
 
 
 METHOD = TwoStepSum(CONTRACT)

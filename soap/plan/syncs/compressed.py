@@ -12,7 +12,7 @@ alone compresses, exchanges with the other hosts' peers, keeps residuals, and gi
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from soap.model.regions import lengths
 from soap.plan.compression.seam import SUM_COPIES, Exchange, Layout, Work, joined, layout_of
@@ -85,11 +85,6 @@ class CompressedSum(SyncMethod):
         """Each peer's, on all shards."""
         how, layouts, late = _settings(sync), layouts_for(plan, sync), work != "select" or plan.training.clips
         return [DeviceWork(STAGES[work], device, work_name(sync, work, device), how, layouts, work, late) for device in sync.peers]
-
-    def buffers(self, plan: Plan, sync: ShardSync) -> Iterable[tuple[int, int]]:
-        """What each peer keeps from step to step, messages, the sums, and what its work takes for a while; what travels inside hosts."""
-        yield from ((device, sum(_amounts(plan, sync, device))) for device in sync.peers)
-        yield from _inside_buffers(plan, sync)
 
     def holds(self, plan: Plan, sync: ShardSync) -> Iterator[Hold]:
         """Of peers: states all the time; messages and sums from the selection on; what work takes, while it goes on. Of all readers, with

@@ -21,8 +21,6 @@ from dataclasses import dataclass
 
 from soap.plan.plan import Plan, ShardSync
 from soap.plan.recomputation import needed_from
-from soap.plan.syncs.even_parts import bucket_bytes, is_even
-from soap.plan.syncs.sharing import owned_bytes, sharers
 
 UNDER_WAY = 2
 """At most so many scatters of such gradients are under way at a time; then what has come is added up, and gone."""
@@ -95,112 +93,15 @@ def gathers(plan: Plan) -> tuple[Gather, ...]:
     return tuple(found)
 
 
-@dataclass(frozen=True, slots=True)
-class Most:
-    """The most bytes that a device holds at once, in whatever order tasks run, of values that are gathered (``values``), of the gradients
-    of such values before they leave (``gradients``), and of gradients that are on their way (``moving``)."""
-
-    values: int
-    gradients: int
-    moving: int
-
-
-def most_gathered(plan: Plan) -> Mapping[int, Most]:
-    """Device -> ``Most``; devices that gather nothing are left out.
-
-    A device's gathers form ``prefetch`` + 1 rows, in which each waits until the one before is used. So of each row one group is there at a
-    time. Groups of which some uses are not waited for count in addition. A group counts twice while it is put into its place. Gradients
-    leave when all readers have them: where these differ, all gradients may be there together. Sums of even parts keep their padding.
-    Where values stay, all are there together, and so are all gradients.
-    """
-    found: dict[int, Most] = {}
-    sizes = {number: bucket_bytes(plan, sync) for number, sync in enumerate(plan.syncs) if sync.contract.gathers_values}
-    leaving = {number: _Leaving.of(plan, plan.syncs[number]) for number in sizes if not plan.is_frozen(plan.syncs[number])}
-    kinds: dict[tuple[int, ...], int] = {}
-    kind_of = {number: kinds.setdefault(plan.syncs[number].readers, number) for number in leaving}
-    own = gathers(plan)
-    unwaited = _not_waited_for(plan, own)
-    for device, items in sorted(_by_reader(plan, [(gather.sync, gather.backward) for gather in own]).items()):
-        rows = [items[k :: plan.strategy.prefetch + 1] for k in range(min(len(items), plan.strategy.prefetch + 1))]
-        kept = unwaited.get(device, set()) | {number for number, _ in items if stays(plan, plan.syncs[number])}
-        values = sum(max(sizes[number] for number, _ in row) for row in rows) + sum(sizes[number] for number in kept)
-        back = [[number for number, backward in row if backward and number in leaving] for row in rows]
-        gradients = sum(max((sizes[number] for number in row), default=0) for row in back)
-        gradients += sum(sizes[number] for number in kept & leaving.keys())
-        mine = {number for number, _ in items}
-        total, largest, trained = sum(sizes[number] for number in mine), max(sizes[number] for number in mine), mine & leaving.keys()
-        most = sum(sizes[number] for number in trained)
-        if plan.order is not None:
-            values = total
-        if plan.order is not None or len({kind_of[number] for number in trained}) > 1:
-            gradients = most
-        moved = [sizes[number] + leaving[number].received_bytes(device) for number in trained]
-        padding = sum(leaving[number].padding_bytes(device) for number in trained)
-        moving = min((UNDER_WAY + 1) * max(moved, default=0), sum(moved)) + padding
-        found[device] = Most(min(values, total) + largest, min(gradients, most), moving)
-    return found
-
-
-@dataclass(frozen=True, slots=True)
-class _Leaving:
-    """Gradients of what is synchronized together, on their way to their owners. ``owned``: by device, bytes of its parts. ``others``:
-    readers of a copy beside the owner; 0 if a collective adds up what they send. ``part``: bytes of each owner's sums, if so."""
-
-    owned: Mapping[int, int]
-    others: int
-    part: int
-
-    @classmethod
-    def of(cls, plan: Plan, sync: ShardSync) -> _Leaving:
-        owned = owned_bytes(plan, sync)
-        return cls(owned, 0, max(owned.values())) if is_even(plan, sync) else cls(owned, sharers(sync) - 1, 0)
-
-    def received_bytes(self, device: int) -> int:
-        """What others send a device of its parts."""
-        return self.others * self.owned.get(device, 0)
-
-    def padding_bytes(self, device: int) -> int:
-        """By how much the sums that a collective leaves on a device are larger than what it owns."""
-        return self.part - self.owned.get(device, 0) if self.part else 0
-
-
-def _not_waited_for(plan: Plan, own: Sequence[Gather]) -> Mapping[int, set[int]]:
-    """Device -> synchronizations of which the gather behind one of theirs, in its row, does not wait for all uses on the device; there need
-    be none behind it."""
-    found: dict[int, set[int]] = {}
-    before = _before(plan, [(gather.sync, gather.backward) for gather in own])
-    needed = {}  # gather -> device -> the tiles that use it
-    for gather in own:
-        tiles = {tile for tile, _ in plan.syncs[gather.sync].uses}
-        with_backward = {tile for tile in tiles if plan.graph.needs_backward(plan.operator(plan.tiles[tile]))}
-        needed[gather.sync, gather.backward] = _by_device(plan, with_backward if gather.backward else tiles)
-    for gather in own:
-        awaited = frozenset(gather.after_forward), frozenset(gather.after_backward)
-        for device, item in before[gather.sync, gather.backward]:
-            if not awaited[item[1]].issuperset(needed[item].get(device, ())):
-                found.setdefault(device, set()).add(item[0])
-    return found
-
-
 def _places(plan: Plan, numbers: Sequence[int]) -> Mapping[int, tuple[int, int]]:
     """What orders gathers for the same operator: the first parameter's position, and the number of its region."""
     positions = {tensor.name: position for position, tensor in enumerate(plan.graph.parameters)}
     return {number: (positions[plan.syncs[number].parameter], plan.syncs[number].index) for number in numbers}
 
 
-def _before(plan: Plan, order: Sequence[Item]) -> Mapping[Item, Sequence[tuple[int, Item]]]:
-    """Gather -> (device, the gather for whose uses it waits there); none with micro-batches."""
-    found: dict[Item, list[tuple[int, Item]]] = {item: [] for item in order}
-    ahead = plan.strategy.prefetch + 1
-    for device, own in sorted(_by_reader(plan, order).items()) if plan.order is None else ():
-        for earlier, item in zip(own, own[ahead:], strict=False):
-            found[item].append((device, earlier))
-    return found
-
-
 def _awaited(plan: Plan, order: Sequence[Item], is_over: Callable[[Item, Item], bool]) -> Mapping[Item, Sequence[tuple[int, Item]]]:
-    """Gather -> (device, gather) of those for whose uses it waits there: the one of ``_before``, and those before that, up to the first one
-    that ``is_over`` in time."""
+    """Gather -> (device, gather) of those for whose uses it waits there: the one ``prefetch`` + 1 places before, and those before that, up
+    to the first one that ``is_over`` in time. None with micro-batches."""
     found: dict[Item, list[tuple[int, Item]]] = {item: [] for item in order}
     ahead = plan.strategy.prefetch + 1
     for device, own in sorted(_by_reader(plan, order).items()) if plan.order is None else ():

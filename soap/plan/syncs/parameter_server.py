@@ -15,7 +15,7 @@ from soap.plan.delivery import box_bytes
 from soap.plan.memory_kinds import MemoryKind
 from soap.plan.placement import cut_rows
 from soap.plan.plan import Plan, ShardSync, serve_name, sync_name
-from soap.plan.syncs.amounts import COPIES, COUNT_BYTES, Amounts, Group, led_groups, reading_groups
+from soap.plan.syncs.amounts import Amounts, Group, led_groups, reading_groups
 from soap.plan.syncs.seam import (
     PULL,
     PUSH,
@@ -77,16 +77,6 @@ class ParameterServer(SyncMethod):
         """The whole region, for each reader."""
         return dict.fromkeys(sync.readers, box_bytes(plan, sync.parameter, sync.box))
 
-    def buffers(self, plan: Plan, sync: ShardSync) -> Iterable[tuple[int, int]]:
-        """Send and receive buffers of readers, of leaders for their members, and of servers."""
-        own = self.copies(plan, sync)
-        for device, size in own.items():
-            yield device, COPIES * size + self.index_bytes(plan, sync, device)
-        for leader, *others in reading_groups(sync):
-            yield leader, COPIES * sum(own[device] + self.index_bytes(plan, sync, device) for device in others)
-        for device, size in self.received(plan, sync):
-            yield device, size + (0 if device in plan.accelerators else COUNT_BYTES)
-
     def holds(self, plan: Plan, sync: ShardSync) -> Iterator[Hold]:
         """Readers hold a copy and its gradient all the time; servers hold what they receive until they have used it."""
         for device, size in self.copies(plan, sync).items():
@@ -119,10 +109,6 @@ class ParameterServer(SyncMethod):
     def received_bytes(self, plan: Plan, sync: ShardSync, box: Box, given: Sequence[int]) -> int:
         """Bytes that the server of a partition (``box``) receives. ``given``: by reader, the most bytes of gradients that it pushes."""
         return sum(given)
-
-    def index_bytes(self, plan: Plan, sync: ShardSync, device: int) -> int:
-        """Bytes of the indices that a reader holds."""
-        return 0
 
 
 def added_updates(plan: Plan, sync: ShardSync) -> Iterator[ShardUpdate]:

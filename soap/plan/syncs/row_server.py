@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from soap.model.regions import Box
 from soap.plan.memory_kinds import MemoryKind
 from soap.plan.plan import Plan, ShardSync, sync_name
-from soap.plan.row_counts import device_lookups, most_rows, row_bytes
+from soap.plan.row_counts import most_rows, row_bytes
 from soap.plan.syncs.amounts import COPIES, INDEX_BYTES
 from soap.plan.syncs.parameter_server import ParameterServer
 from soap.plan.syncs.seam import Hold, Phase
@@ -42,10 +42,6 @@ class RowServer(ParameterServer):
     def received_bytes(self, plan: Plan, sync: ShardSync, box: Box, given: Sequence[int]) -> int:
         """Gradients received, rows to be sent, and the indices of both."""
         return COPIES * sum(given) + 2 * INDEX_BYTES * sum(most_rows(plan, sync.parameter, box, sync.uses).values())
-
-    def index_bytes(self, plan: Plan, sync: ShardSync, device: int) -> int:
-        """Two per look-up: the row's index in the table, and its position among the pulled rows."""
-        return 2 * INDEX_BYTES * device_lookups(plan.graph, sync.parameter, plan.tiles, sync.uses)[device]
 
 
 METHOD = RowServer(named("row_server"))

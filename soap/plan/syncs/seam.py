@@ -322,20 +322,12 @@ class SyncMethod(ABC):
         sizes = ((number, box_bytes(plan, plan.shards[number].parameter, plan.shards[number].box)) for number in sync.shards)
         return [ShardUpdate(number, 0, 0, size, by_rows=False) for number, size in sizes]
 
-    def copies(self, plan: Plan, sync: ShardSync) -> Mapping[int, int]:
-        """Reader -> bytes of its copy of values that others own; the copy's gradient takes as much again."""
-        return {}
-
-    def buffers(self, plan: Plan, sync: ShardSync) -> Iterable[tuple[int, int]]:
-        """(device, bytes) of send and receive buffers, beside values and gradients, whenever in a step they are needed."""
-        return ()
-
     def host_buffers(self, plan: Plan, sync: ShardSync) -> Iterable[tuple[int, int]]:
         """(device, bytes) of buffers in the memory of the device's host, which servers beside accelerators have there."""
         return ()
 
     def holds(self, plan: Plan, sync: ShardSync) -> Iterator[Hold]:
-        """When in a step the copies and buffers are held."""
+        """Copies of values that others own, their gradients, and buffers: when in a step they are held."""
         return iter(())
 
 

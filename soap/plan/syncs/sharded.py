@@ -9,7 +9,7 @@ until the last one (``gathering.stays``).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from soap.model.graph import OperatorGraph
 from soap.plan.memory_kinds import MemoryKind
@@ -48,14 +48,6 @@ class Sharded(ShardedState):
     def updates(self, plan: Plan, sync: ShardSync) -> Sequence[ShardUpdate]:
         """None of frozen values."""
         return () if plan.is_frozen(sync) else super().updates(plan, sync)
-
-    def copies(self, plan: Plan, sync: ShardSync) -> Mapping[int, int]:
-        """None that stay: how many groups are there together is bounded by ``gathering.most_gathered``."""
-        return {}
-
-    def buffers(self, plan: Plan, sync: ShardSync) -> Iterable[tuple[int, int]]:
-        """None beside those of ``gathering.most_gathered``."""
-        return ()
 
     def holds(self, plan: Plan, sync: ShardSync) -> Iterator[Hold]:
         """Of values, what is received in a buffer until the first use, and large ones in their places; the rest of the copy from the first

@@ -11,7 +11,7 @@ Between GPUs both are collectives of equal parts (``even_parts``), else messages
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import product
 
 from soap.model.regions import Box
@@ -21,7 +21,7 @@ from soap.plan.placement import cut_rows
 from soap.plan.plan import Plan, ShardSync, sync_name, update_name
 from soap.plan.syncs.amounts import Group
 from soap.plan.syncs.bucketing import gradient_bytes, shard_bytes
-from soap.plan.syncs.even_parts import bucket_bytes, is_even, part_bytes, room_bytes
+from soap.plan.syncs.even_parts import bucket_bytes, is_even, part_bytes
 from soap.plan.syncs.large_parts import large_regions, packed_bytes, packed_of_owners
 from soap.plan.syncs.seam import PULL, PUSH, SUM, Amount, Hold, How, Of, Phase, Places, Row, Setting, ShardUpdate, SyncMethod, Template
 from soap.plan.syncs.sharing import holders, holding_groups, owned_bytes, sharers, sharing_groups, sharing_leaders
@@ -69,17 +69,6 @@ class ShardedState(SyncMethod):
         """What the other readers own."""
         owned, whole = owned_bytes(plan, sync), gradient_bytes(plan, sync)
         return {reader: whole - owned.get(reader, 0) for reader in sync.readers}
-
-    def buffers(self, plan: Plan, sync: ShardSync) -> Iterable[tuple[int, int]]:
-        """What others send of a reader's parts, their sum, what it sends of their values, and what it receives of other values. With
-        collectives: the sum, all values, and by how much padding makes the bucket of gradients larger; these are added up on their way."""
-        if is_even(plan, sync):
-            size = part_bytes(plan, sync) + 2 * room_bytes(plan, sync) - gradient_bytes(plan, sync)
-            yield from ((reader, size) for reader in sync.readers)
-            return
-        owned, copied, count = owned_bytes(plan, sync), self.copies(plan, sync), sharers(sync)
-        for reader in sync.readers:
-            yield reader, (count + 1) * owned.get(reader, 0) + copied[reader]
 
     def holds(self, plan: Plan, sync: ShardSync) -> Iterator[Hold]:
         """Gradients from the first one on until they have left; what others send until it is added up; from then on the sum, where two

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from soap.plan.plan import Plan, ShardSync, sync_name
 from soap.plan.row_counts import most_rows, row_bytes
-from soap.plan.syncs.amounts import COPIES, INDEX_BYTES, Group
+from soap.plan.syncs.amounts import INDEX_BYTES, Group
 from soap.plan.syncs.parameter_server import added_updates
 from soap.plan.syncs.seam import SUM, Amount, Hold, How, Of, Phase, Row, Setting, ShardUpdate, SyncMethod, Template
 from soap.strategy.sync_contracts import named
@@ -25,10 +25,6 @@ class SparseAllGather(SyncMethod):
     def updates(self, plan: Plan, sync: ShardSync) -> Sequence[ShardUpdate]:
         """Each owner adds up the rows of all readers, and updates the rows that any of them touches."""
         return list(added_updates(plan, sync))
-
-    def buffers(self, plan: Plan, sync: ShardSync) -> Iterable[tuple[int, int]]:
-        """The rows of all readers, once as they are received and once as copies to be sent."""
-        return [(device, COPIES * self.gathered_bytes(plan, sync)) for device in sync.readers]
 
     def holds(self, plan: Plan, sync: ShardSync) -> Iterator[Hold]:
         """The gathered rows, from the gathering on: the update needs them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import resource
+from collections import Counter
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
@@ -33,14 +34,20 @@ class _Place:
 
 
 class MemoryRoom:
-    """A process may hold ``limit_bytes`` more than now, of which ``there_bytes`` are there. Linux, GNU's C library (``room_within``)."""
+    """A process may hold ``limit_bytes`` more than now, of which ``there_bytes`` are there. Linux, GNU's C library (``room_within``). Where
+    a run turns out to leave room for all holes, it no longer looks."""
 
     def __init__(self, limit_bytes: int, there_bytes: int = 0) -> None:
         process.give_back()
-        surprise = limit_bytes // SURPRISE
-        self._most_bytes, self._trusted_bytes = held_bytes() - there_bytes + limit_bytes - surprise, max(surprise, LITTLE_BYTES)
+        surprise, before = limit_bytes // SURPRISE, held_bytes() - there_bytes
+        self._most_bytes, self._trusted_bytes = before + limit_bytes - surprise, max(surprise, LITTLE_BYTES)
+        self._ample_bytes = before + int(limit_bytes / process.HOLES)
         self._places: dict[Hashable, _Place] = {}
+        self._begun: Counter[Hashable] = Counter()
+        self._peaks: Counter[Hashable] = Counter()
+        self._looks = True
         self._last: _Place | None = None
+        self._last_run: Hashable = None
         self._held_bytes = 0
         self._gave_back = False
         self._run: Hashable = None
@@ -49,10 +56,16 @@ class MemoryRoom:
     def begin(self, run: Hashable) -> None:
         """A sequence of looks begins, named ``run``: those of one name are the same each time."""
         self._run, self._moment = run, 0
+        self._begun[run] += 1
+        self._looks = True
+        if self._begun[run] > LEARNED + 1 and self._peaks[run] <= self._ample_bytes:
+            self._looks, self._last = False, None
         self.look()
 
     def look(self) -> None:
         """Give back what is free if too much would be held until the next look."""
+        if not self._looks:
+            return
         held = held_bytes()
         if self._last is not None:
             self._note(self._last, held)
@@ -63,11 +76,13 @@ class MemoryRoom:
         if self._gave_back:
             process.give_back()
             held = held_bytes()
-        self._last, self._held_bytes = place, held
+        self._last, self._last_run, self._held_bytes = place, self._run, held
 
     def _note(self, place: _Place, held: int) -> None:
         """Learn from what is held at the look after a place."""
         grown = held - self._held_bytes
+        if place.visits <= LEARNED:
+            self._peaks[self._last_run] = max(self._peaks[self._last_run], held)
         if not self._gave_back:
             place.grew_bytes = grown
         elif place.visits <= LEARNED:
@@ -78,11 +93,10 @@ class MemoryRoom:
             self._most_bytes = max(self._most_bytes, held + LITTLE_BYTES)
 
 
-def room_within(most_bytes: int, limit_bytes: int, there_bytes: int = 0) -> MemoryRoom | None:
-    """For a process that may hold ``most_bytes`` and has ``limit_bytes``, ``there_bytes`` of it already: what looks after its memory; None
-    if there is room for all holes, or the C library does not let us choose. From then on freed memory is kept."""
-    able = process.keep_freed_memory()
-    return MemoryRoom(limit_bytes, there_bytes) if able and most_bytes * process.HOLES > limit_bytes else None
+def room_within(limit_bytes: int, there_bytes: int = 0) -> MemoryRoom | None:
+    """For a process that has ``limit_bytes``, ``there_bytes`` of it already: what looks after its memory; None if the C library leaves no
+    choice. From then on freed memory is kept."""
+    return MemoryRoom(limit_bytes, there_bytes) if process.keep_freed_memory() else None
 
 
 def stored_bytes(tensors: Iterable[torch.Tensor]) -> int:

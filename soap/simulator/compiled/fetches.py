@@ -65,10 +65,11 @@ def cover_all(W: World, op: int, scattered: bool) -> None:
     row = V.rows[C.variant[op]]
     for fetch in range(S.count[FETCHES]):
         grid = V.data[row[GRIDS] + S.f_out[fetch]]
+        replicas = 1 if C.replicas[op] > 1 and _begins_backward(W, op, fetch) else C.replicas[op]
         if scattered or V.data[grid + 1] == 0:
-            _cover_by_scan(W, op, fetch, V.data[grid])
+            _cover_by_scan(W, op, fetch, V.data[grid], replicas * row[CELLS])
         else:
-            _cover_by_grid(W, op, row, fetch, grid)
+            _cover_by_grid(W, op, row, fetch, grid, replicas)
         S.f_piece[fetch + 1] = S.count[PIECES]
         total = 0
         for piece in range(S.f_piece[fetch], S.f_piece[fetch + 1]):
@@ -78,8 +79,22 @@ def cover_all(W: World, op: int, scattered: bool) -> None:
 
 
 @compiled
-def _cover_by_grid(W, op, row, fetch, grid):  # type: ignore[no-untyped-def]
-    """If the holdings' distinct regions are disjoint: bisection per dimension finds those that overlap, each from its nearest holder."""
+def _begins_backward(W: World, op: int, fetch: int) -> bool:
+    """``PlanBuilder._begins_backward`` of the consumers of an operator's fetch."""
+    G, V, C, S = W.graph, W.variants, W.state, W.scratch
+    consumer = S.f_first[fetch]
+    while consumer >= 0:
+        reader = G.reader[G.reader_ptr[op] + S.c_slot[consumer]]
+        if G.epilogue[reader] and S.c_tile[consumer] < V.rows[C.variant[reader]][CELLS]:
+            return True
+        consumer = S.c_next[consumer]
+    return False
+
+
+@compiled
+def _cover_by_grid(W, op, row, fetch, grid, replicas):  # type: ignore[no-untyped-def]
+    """If the holdings' distinct regions are disjoint: bisection per dimension finds those that overlap, each from its nearest holder among
+    so many replicas."""
     V, K, S = W.variants, W.cluster, W.scratch
     box, device, out = S.f_box[fetch], S.f_dev[fetch], S.f_out[fetch]
     rank = V.data[grid]
@@ -116,7 +131,7 @@ def _cover_by_grid(W, op, row, fetch, grid):  # type: ignore[no-untyped-def]
             flat = flat * V.data[grid + 3 + 2 * dim] + place[dim]
         distinct = V.data[held + flat]
         if distinct >= 0:
-            best = _nearest(W, op, row, device, out, V.data[ptr + distinct], V.data[ptr + distinct + 1], holders)
+            best = _nearest(W, op, row, device, out, replicas, V.data[ptr + distinct], V.data[ptr + distinct + 1], holders)
             _insert(K, S, device, best, found)
             found += 1
         dim = rank - 1
@@ -134,12 +149,12 @@ def _cover_by_grid(W, op, row, fetch, grid):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _nearest(W, op, row, device, out, first, last, holders):  # type: ignore[no-untyped-def]
-    """Of all holdings of one region, the first by (distance, tile, place)."""
+def _nearest(W, op, row, device, out, among, first, last, holders):  # type: ignore[no-untyped-def]
+    """Of all holdings of one region ``among`` the first replicas, the first by (distance, tile, place)."""
     V, K, C, S = W.variants, W.cluster, W.state, W.scratch
     cells, replicas, groups = row[CELLS], C.replicas[op], row[GROUPS]
     best = -1
-    for replica in range(replicas):
+    for replica in range(among):
         for i in range(first, last):
             member = V.data[holders + i]
             if groups == 0:
@@ -177,13 +192,14 @@ def _insert(K, S, device, hold, found):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _cover_by_scan(W, op, fetch, rank):  # type: ignore[no-untyped-def]
-    """For any holdings: take the region from one on the device that has all of it; else from all that overlap, nearest first."""
+def _cover_by_scan(W, op, fetch, rank, tiles):  # type: ignore[no-untyped-def]
+    """For any holdings of the first ``tiles``: take the region from one on the device that has all of it; else from all that overlap,
+    nearest first."""
     V, K, S = W.variants, W.cluster, W.scratch
     box, device, out = S.f_box[fetch], S.f_dev[fetch], S.f_out[fetch]
     best, found = -1, 0
     for hold in range(S.count[HOLDINGS]):
-        if S.h_out[hold] != out:
+        if S.h_out[hold] != out or S.h_tile[hold] >= tiles:
             continue
         here = S.h_dev[hold] == device and contains_box(V, S, S.h_box[hold], box, rank)
         if here and (best < 0 or _before(K, S, device, hold, best)):

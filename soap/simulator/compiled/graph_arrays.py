@@ -40,7 +40,8 @@ class GraphTables(NamedTuple):
     By parameter: ``trainable``, ``parameter_dtype``, ``first_server``, ``first_reader`` (``placement``), and for
     sparse ones ``touched`` from ``touched_ptr`` on: how many rows a batch looks up, how many rows there are, ``RowAccess.touched``.
     ``dtypes``: their number. ``backward``: whether any output has a gradient. ``loss``: operator and output
-    that make the loss. ``known``: whether an operator makes the loss or a term of it (``OperatorGraph.known_gradients``).
+    that make the loss. ``known``: whether an operator makes the loss or a term of it (``OperatorGraph.known_gradients``). ``epilogue``:
+    whether an operator is of the loss's epilogue.
     ``solid``: whether at least one replica of every tile has a backward pass under every strategy. ``counts_labels``: whether an operator's
     devices count their own labels (``plan.samples``).
     """
@@ -74,6 +75,7 @@ class GraphTables(NamedTuple):
     backward: Ints
     loss: Ints
     known: Ints
+    epilogue: Ints
     solid: Ints
     counts_labels: Ints
 
@@ -196,6 +198,7 @@ def graph_tables(graph: OperatorGraph, topology: Topology) -> GraphTables:
         backward=np.array([graph.needs_backward(op) for op in graph.operators], np.int32),
         loss=np.array(graph.producers.get(graph.loss, (-1, 0)), np.int32),
         known=np.array([position in graph.known_gradients for position in range(len(graph.operators))], np.int32),
+        epilogue=np.array([position in graph.epilogue for position in range(len(graph.operators))], np.int32),
         solid=np.array(_solid(graph), np.int32),
         counts_labels=np.array([bool(op.own_inputs) and topology.own_samples for op in graph.operators], np.int32),
     )

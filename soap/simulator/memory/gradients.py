@@ -13,8 +13,7 @@ from soap.plan.syncs.bucketing import sums_of_one
 from soap.simulator.memory.array_ledger import ArrayLedger
 from soap.simulator.memory.derived import Derived
 from soap.simulator.memory.grouped import Bools, Longs, any_of, least, most, number_groups, rows_of, total
-from soap.simulator.memory.parameters import compact_numbers
-from soap.simulator.memory.plan_arrays import BROADCAST, PlanArrays, region_number
+from soap.simulator.memory.plan_arrays import BROADCAST, PlanArrays, compact_numbers, region_number
 from soap.simulator.memory.spans import NEVER, Spans
 
 

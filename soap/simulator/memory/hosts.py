@@ -1,7 +1,7 @@
 """Memory of hosts: what parameter servers of accelerators keep there, and what these offload. On CPUs it is in a device's own memory
-(``parameters``, ``peaks``).
+(``sweep``).
 
-It is a bound for any order of the tasks: values, sums of gradients and optimizer states of all partitions and of all offloaded shards, and
+All of it counts as held at once: values, sums of gradients and optimizer states of all partitions and of all offloaded shards, and
 what is received for partitions. Offloaded shards have pinned copies of their values and gradients there, offloading operators one of all
 that their tiles keep.
 Not counted: what each rank's process takes for itself, the batches that it reads, and what a library makes while it updates.

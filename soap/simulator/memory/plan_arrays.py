@@ -33,7 +33,7 @@ PATTERNS = {Pattern.ALL_GATHER: GATHER, Pattern.ALL_TO_ALL: SWAP, Pattern.BROADC
 
 class Tiles(NamedTuple):
     """By tile. ``kept``: bytes that it keeps without its outputs; ``product``: what its products make, ``forward``, ``backward``: what is
-    there while it runs (``peaks.TileSizes``); ``away``: what it copies to its host if it offloads. ``part``: its micro-batch, or 0."""
+    there while it runs; ``away``: what it copies to its host if it offloads. ``part``: its micro-batch, or 0."""
 
     operator: Longs
     device: Longs
@@ -426,6 +426,13 @@ class _Maker:
             sent = sum(volume(box) for box in others)
             sizes = volume(cell) * size, volume(cell) * tensor.itemsize
             self._rows["sum_devices"].append((number, self._place[device], *sizes, sent * size, lying * size, len(others)))
+
+
+def compact_numbers(plan: Plan) -> list[int]:
+    """Places among the graph's parameters of those that only servers hold as a whole: tiles get the rows that they look up, in a compact
+    table."""
+    names = {sync.parameter for sync in plan.syncs if sync.contract.by_rows and sync.contract.has_servers}
+    return [number for number, own in enumerate(plan.graph.parameters) if own.name in names] if names else []
 
 
 def region_number(tensor: str, box: Box) -> int:

@@ -88,7 +88,7 @@ class _Passes:
         place[order.forward] = np.arange(tiles)
         turn[played.forward] = place
         simulated = np.flatnonzero((played.backward != NONE) & ~order.active)
-        turn[played.backward[simulated]] = 2 * tiles - simulated  # of the epilogue, and of replicas of its terms
+        turn[played.backward[simulated]] = 2 * tiles - simulated  # of the epilogue
         own = np.flatnonzero((played.backward != NONE) & order.active)
         last, second = 2 * tiles + 1, len(order.second_turns) + 1
         turn[played.backward[own]] = last + second * (order.turns[segments.number[own]] + 1) - 1

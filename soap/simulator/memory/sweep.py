@@ -1,4 +1,4 @@
-"""Memory over simulated time: how much each device holds when. ``peaks`` is a bound of it for any order of the tasks.
+"""Memory over simulated time: how much each device holds when.
 
 Held all the time: parameter shards, optimizer states, the buffers of gradients that are summed over devices, the batch (or, with
 ``Plan.own_samples``, the samples of it that the device reads) and constants.

@@ -24,8 +24,7 @@ from soap.simulator.memory.array_ledger import ArrayLedger
 from soap.simulator.memory.derived import Derived
 from soap.simulator.memory.grouped import Longs, any_of, least, most, owners
 from soap.simulator.memory.left_sums import left_until
-from soap.simulator.memory.parameters import compact_numbers
-from soap.simulator.memory.plan_arrays import Given, PlanArrays, SumDevices, region_number
+from soap.simulator.memory.plan_arrays import Given, PlanArrays, SumDevices, compact_numbers, region_number
 from soap.simulator.memory.played import Played
 from soap.simulator.memory.reading import ReadUntil, read_until
 from soap.simulator.memory.spans import NEVER, Spans

@@ -79,7 +79,7 @@ def test_plans_count_what_ranks_keep_and_send(how: Compression, name: str) -> No
     kept = [tensor for part in (ranks[0].state.summed, ranks[0].state.common) for tensor in part.values()]
     assert sum(tensor.nbytes for tensor in kept) == state
     assert largest <= moved - WIDE * WIDE * 4 <= 4 * largest  # without the total
-    assert dict(method_for(sync).buffers(plan, sync))[0] >= state + moved
+    assert sum(hold.size_bytes for hold in method_for(sync).holds(plan, sync) if hold.device == 0) >= state + moved
 
 
 def following(course, received):  # type: ignore[no-untyped-def]

@@ -15,7 +15,6 @@ from soap.profiles.roofline import RooflineCosts
 from soap.simulator.engine import Engine
 from soap.simulator.lowering import build_plan
 from soap.simulator.memory.memory_sum import MemorySum
-from soap.simulator.memory.peaks import peak_bytes
 from soap.simulator.memory.sweep import memory_over_time
 from soap.simulator.reference import simulate
 from soap.simulator.simulate import Simulator
@@ -26,6 +25,7 @@ from soap.strategy.sync import compressed
 from soap.strategy.sync_contracts import WITHIN, Within
 from tests.graph_builder import GraphBuilder
 from tests.simulator.compiled.walks import Edit, check
+from tests.simulator.reference_memory.any_order import peak_bytes
 from tests.strategies import CPU, cluster
 
 WIDE, MEDIUM, NARROW = 2600, 560, 16

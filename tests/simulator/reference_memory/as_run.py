@@ -86,8 +86,8 @@ class _Passes:
             self._begins[own[0]] = own
 
     def _in_order(self, simulated: Set[int]) -> Iterator[tuple[TaskKind, Sequence[int]]]:
-        """All passes: of single tiles forward, and of the tiles of a segment. ``simulated``: tiles that have a simulated backward pass. Of
-        the loss's epilogue, and of replicas of its terms, ranks may run others backward, or none."""
+        """All passes: of single tiles forward, and of the tiles of a segment. ``simulated``: tiles that have a simulated backward pass; in
+        ranks those of the loss's epilogue may have none."""
         order = self._order
         yield from ((TaskKind.FORWARD, (tile,)) for tile in order.order.forward)
         yield from ((TaskKind.BACKWARD, (tile,)) for tile in sorted(simulated - order.activity.tiles, reverse=True))

@@ -11,11 +11,11 @@ from soap.plan.delivery import box_bytes, reduced_tensor
 from soap.plan.memory_kinds import MemoryKind
 from soap.plan.plan import Exchange, Message, Pattern, reduce_name, remote_parts
 from soap.plan.syncs.bucketing import sums_of_one
-from soap.simulator.memory.parameters import compact_parameters, operand_bytes
-from soap.simulator.memory.transit import cells_land_in_place, is_remote, lies_in_one_piece, told_parts
+from soap.simulator.memory.transit import cells_land_in_place, lies_in_one_piece
 from tests.simulator.reference_memory.leaving import lies_in_rows
 from tests.simulator.reference_memory.ledger import Ledger
 from tests.simulator.reference_memory.moving import Stay, packs_together
+from tests.simulator.reference_memory.sizes import compact_parameters, is_remote, operand_bytes, told_parts
 from tests.simulator.reference_memory.task_spans import Span, TaskSpans
 
 Sum = tuple[int, str, Box]

@@ -13,10 +13,11 @@ from soap.model.regions import Box, volume
 from soap.plan.delivery import box_bytes, partial_bytes
 from soap.plan.plan import Exchange, Part, Pattern, Plan, Reduction, local_pieces, reduce_name, remote_parts
 from soap.simulator.memory.footprint import shares_of
-from soap.simulator.memory.transit import lies_in_one_piece, told_parts
+from soap.simulator.memory.transit import lies_in_one_piece
 from soap.simulator.tasks import Schedule, TaskGraph
 from tests.simulator.reference_memory.ledger import Ledger
 from tests.simulator.reference_memory.moving import Stay, lands_in_place, packs_together
+from tests.simulator.reference_memory.sizes import told_parts
 from tests.simulator.reference_memory.task_spans import TaskSpans
 
 

@@ -29,13 +29,20 @@ from soap.plan.syncs.bucketing import idle_shards, sums_of_one
 from soap.plan.syncs.seam import Hold, method_for
 from soap.simulator.memory import peaks
 from soap.simulator.memory.curves import MemoryCurve
-from soap.simulator.memory.parameters import assembled_regions, compact_parameters, host_copies, is_away, kept_shards, updating_bytes
-from soap.simulator.memory.transit import is_remote
 from soap.simulator.tasks import Schedule, TaskGraph
 from tests.simulator.reference_memory.as_run import as_run
 from tests.simulator.reference_memory.gradient_residency import GradientResidency, Sum
 from tests.simulator.reference_memory.leaving import Leaving, LeftSums, sent_of_sum
 from tests.simulator.reference_memory.ledger import Ledger
+from tests.simulator.reference_memory.sizes import (
+    assembled_regions,
+    compact_parameters,
+    host_copies,
+    is_away,
+    is_remote,
+    kept_shards,
+    updating_bytes,
+)
 from tests.simulator.reference_memory.task_spans import Span, TaskSpans
 
 

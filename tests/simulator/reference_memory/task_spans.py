@@ -12,12 +12,11 @@ from soap.plan.marks.seam import NOTHING
 from soap.plan.plan import Exchange, Fetch, Message, Part, Reduction, exchange_name, message_name, reduce_name, tile_task_name
 from soap.plan.recomputation import dropped_holdings, find_recomputation, remade
 from soap.plan.syncs.seam import Uses
-from soap.simulator.memory.peaks import tile_sizes
-from soap.simulator.memory.transit import is_remote
 from soap.simulator.memory.unread import unread_tiles
 from soap.simulator.tasks import TaskGraph, TaskKind
 from tests.simulator.reference_memory.as_run import AsRun
 from tests.simulator.reference_memory.moving import waited_for
+from tests.simulator.reference_memory.sizes import is_remote, tile_sizes
 
 Span = tuple[int, int]
 """(start, end) of a task, in nanoseconds."""
