@@ -358,7 +358,7 @@ class Engine:
         place[slots] = np.arange(len(slots))
         begins = np.concatenate(([0], np.cumsum(C.waits[slots], dtype=np.int64)))
         waits = Waits(place, begins[:-1].copy(), np.zeros(begins[-1], np.int64))
-        note_waits(self._parts["graph"], self._parts["state"], self._parts["groups"], played, handle(waits))
+        note_waits(self._parts["graph"], self._parts["state"], played, handle(waits))
         held = held_resources(C, slots, self._tables.groups().static)
         key, times = np.stack([C.key[slots], C.subkey[slots]], axis=1), (C.duration[slots], trial.start[slots], trial.end[slots])
         return TakenTasks(slots, key, *times, C.moved[slots], begins, waits.waits, *held)

@@ -223,7 +223,7 @@ class _Folding:
         sums = builder.sums(replace(self.copies.strategy, microbatches=1))  # who sums together does not depend on micro-batches
         used = dict.fromkeys((sync, readers) for sync, (_, readers, _) in sums.regions)
         rows = [row for sync, readers in used for row in self._rows(before, sync, readers)]
-        parted = {group for row in rows if row.how is not How.SUM for group in row.groups}
+        parted = {group for row in rows if row.how in (How.GATHER, How.SCATTER) for group in row.groups}
         owned = {cell[:2]: None for sync, cell in sums.regions if sync.contract.owned_in_parts and cell[1] in parted}
         every = dict.fromkeys([readers for _, readers in used] + [*sums.groups] + [group for row in rows for group in row.groups])
         groups = self._common_groups(every)

@@ -42,11 +42,10 @@ class Contract:
     ``name``: of its modules. ``word``: its name in commands, reports and strategy files of version 1; a method for sparse parameters and
     its counterpart for dense ones share a word. ``owner``, ``payload``, ``residence``: the combination that it serves. ``parameters``:
     which it serves; of a sparse parameter a step touches only some rows. ``exact``: N ranks train as one process does; a lossy method is
-    used only if the user names it. ``within``: what it can do inside hosts. ``most_partitions``: on servers. ``wire_bits``: bits that an
-    element of a gradient takes on its way, if not the width of its type. ``state``: tensors that it keeps from step to step (a residual),
-    which checkpoints must hold. ``offloads``: whether owners may keep the optimizer's state in their host's memory and update there
-    (``SyncConfig.offload``). ``host_word``: its word if something is done inside hosts first, if it has one; else that is said beside
-    ``word``.
+    used only if the user names it. ``within``: what it can do inside hosts. ``most_partitions``: on servers. ``state``: tensors that
+    it keeps from step to step (a residual), which checkpoints must hold. ``offloads``: whether owners may keep the optimizer's state in
+    their host's memory and update there (``SyncConfig.offload``). ``host_word``: its word if something is done inside hosts first, if it
+    has one; else that is said beside ``word``.
     """
 
     name: str
@@ -58,7 +57,6 @@ class Contract:
     exact: bool
     within: tuple[Within, ...] = ("none",)
     most_partitions: int = 1
-    wire_bits: int | None = None
     state: tuple[str, ...] = ()
     offloads: bool = False
     host_word: str = ""

@@ -81,8 +81,8 @@ def forced() -> Iterator[None]:
     """The paper's algorithms in place of ours."""
 
     def sparse(self: CompressedSum, plan: Plan, sync: ShardSync, *, pull_together: bool = True) -> Sequence[SyncStep]:
-        (step,), (message,) = SyncMethod.steps(self, plan, sync), self.messages(plan, sync)
-        return (replace(step, rounds=doubling(sync.readers, message.message_bytes)),)
+        (select, step, restore), (message,) = SyncMethod.steps(self, plan, sync), self.messages(plan, sync)
+        return select, replace(step, rounds=doubling(sync.readers, message.message_bytes)), restore
 
     def dense(self: BucketedSum, plan: Plan, sync: ShardSync, *, pull_together: bool = True) -> Sequence[SyncStep]:
         rounds = rabenseifner(sync.readers, gradient_bytes(plan, sync))

@@ -111,11 +111,3 @@ def shard_bytes(graph: OperatorGraph, shard: Shard) -> int:
 def gradient_bytes(plan: Plan, sync: ShardSync) -> int:
     """Size of one copy of all gradients that are synchronized together."""
     return sum(shard_bytes(plan.graph, plan.shards[number]) for number in sync.shards)
-
-
-def wire_bytes(plan: Plan, sync: ShardSync) -> int:
-    """The same as it travels: in ``Contract.wire_bits`` bits per element if the method sets that, rounded up to bytes."""
-    size, bits = gradient_bytes(plan, sync), sync.contract.wire_bits
-    if bits is None:
-        return size
-    return -(-size // plan.graph.tensors[sync.parameter].itemsize * bits // 8)

@@ -64,28 +64,22 @@ class CompressedSum(SyncMethod):
         restores the sums then, unless peers do, and give them to the others."""
         peers, after = tuple(dict.fromkeys(leaders)), Phase.AFTER_BACKWARD
         given = [(reader, leader, WHOLE) for reader, leader in zip(readers, leaders, strict=True) if reader != leader]
+        select, combine, restore = (Row(after, STAGES[work], work, How.WORK, (peers,), work=work) for work in STAGES)
         rows = [Row(after, *COLLECT, How.EXCHANGE, rounds=((given, True),))] if given else []
-        works: tuple[Work, ...] = ("select", "combine")
-        for number, ((stage, verb), work, kind) in enumerate(zip(EXCHANGES, works, how.exchanges, strict=False)):
+        for number, ((stage, verb), work, kind) in enumerate(zip(EXCHANGES, (select, combine), how.exchanges, strict=False)):
             amount = Amount(Of.MESSAGE, part=number)
             if kind == "sum":
-                rows.append(Row(after, stage, verb, How.SUM, (peers,), amount=amount, work=work))
+                rows += [work, Row(after, stage, verb, How.SUM, (peers,), amount=amount)]
             else:
                 flows = [(source, target, amount) for source in peers for target in peers if source != target]
-                rows.append(Row(after, stage, verb, How.EXCHANGE, rounds=((flows, False),), work=work))
-        if not given:
-            return Template(tuple(rows), ending="restore")
+                rows += [work, Row(after, stage, verb, How.EXCHANGE, rounds=((flows, False),))]
         back = [(leader, reader, amount) for reader, leader, amount in given]
-        return Template((*rows, Row(after, *HAND_ON, How.EXCHANGE, rounds=((back, False),), work="restore")))
+        handed = [Row(after, *HAND_ON, How.EXCHANGE, rounds=((back, False),))] if given else []
+        return Template((*rows, restore, *handed))
 
     def messages(self, plan: Plan, sync: ShardSync) -> Sequence[Exchange]:
         """Those of all shards together."""
         return joined(layouts_for(plan, sync))
-
-    def ending(self, plan: Plan, sync: ShardSync) -> Sequence[DeviceWork]:
-        """What the template ends with."""
-        work = self.template_of(plan, sync).ending
-        return self.works(plan, sync, work) if work else ()
 
     def works(self, plan: Plan, sync: ShardSync, work: Work) -> Sequence[DeviceWork]:
         """Each peer's, on all shards."""

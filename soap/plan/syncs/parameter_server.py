@@ -8,6 +8,7 @@ EuroSys 2019.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from soap.model.regions import Box
 from soap.plan.delivery import box_bytes
@@ -18,6 +19,7 @@ from soap.plan.syncs.amounts import Amounts, Group, led_groups, reading_groups
 from soap.plan.syncs.seam import (
     PULL,
     PUSH,
+    SERVE,
     Amount,
     Hold,
     How,
@@ -51,8 +53,8 @@ class ParameterServer(SyncMethod):
         return [(part, (places.server(parameter, region, number),)) for number, part in enumerate(cut_rows(box, sync.partitions))]
 
     def template(self, readers: Group, leaders: Group, how: Setting) -> Template:
-        """A push and a pull. Each host's leader communicates with the servers, and the host's other readers with their leader. Without
-        ``pull_together`` this holds for the push only, and each reader pulls for itself."""
+        """A push, the servers' updates, and a pull. Each host's leader communicates with the servers, and the host's other readers with
+        their leader. Without ``pull_together`` this holds for the push only, and each reader pulls for itself."""
         groups, partitions, rows = led_groups(readers, leaders), range(how.partitions), self.contract.by_rows
         pulling = groups if how.pull_together else [(reader,) for reader in readers]
         given = [(device, leader, Amount(Of.VALUES, (device,))) for leader, *others in groups for device in others]
@@ -63,21 +65,13 @@ class ParameterServer(SyncMethod):
         handed = [(leader, device, amount) for device, leader, amount in given] if how.pull_together else []
         push = Row(Phase.AFTER_BACKWARD, PUSH, "push", How.EXCHANGE, rounds=((given, True), (pushed, False)))
         pull = Row(self.pull_phase, PULL, "pull", How.EXCHANGE, rounds=(([*pulled, *asked], False), ([*handed, *told], False)))
-        both = (push, pull) if push.phase < pull.phase else (pull, push)
-        return Template(both, (), 0, how.partitions, [flow[:2] for flow in told], [flow[:2] for flow in asked])
+        serve = Row(Phase.UPDATE, SERVE, "serve", How.SERVE)
+        ordered = (push, serve, pull) if push.phase < pull.phase else (pull, push, serve)
+        return Template(ordered, (), 0, how.partitions, [flow[:2] for flow in told], [flow[:2] for flow in asked])
 
     def updates(self, plan: Plan, sync: ShardSync) -> Sequence[ShardUpdate]:
         """Each partition is a task of its own on its server."""
-        amounts, groups, found = self.amounts(plan, sync), reading_groups(sync), []
-        by_rows = self.contract.by_rows
-        for partition, number in enumerate(sync.shards):
-            box = plan.shards[number].box
-            given = [amounts.values(group, box) for group in groups]
-            added = sum(given) if by_rows else sum(given[1:])  # dense gradients are added onto the first one
-            rows = sum(amounts.rows(group, box) for group in groups)
-            adding = (added, rows) if len(groups) > 1 else (0, 0)
-            found.append(ShardUpdate(number, *adding, amounts.values(sync.readers, box), by_rows, serve_name(sync, partition)))
-        return found
+        return [replace(own, name=serve_name(sync, partition)) for partition, own in enumerate(added_updates(plan, sync))]
 
     def copies(self, plan: Plan, sync: ShardSync) -> Mapping[int, int]:
         """The whole region, for each reader."""
@@ -116,9 +110,17 @@ class ParameterServer(SyncMethod):
         """Bytes that the server of a partition (``box``) receives. ``given``: by reader, the most bytes of gradients that it pushes."""
         return sum(given)
 
-    def amounts(self, plan: Plan, sync: ShardSync) -> Amounts:
-        """How much of the region travels."""
-        return Amounts(plan, sync, by_rows=self.contract.by_rows)
+
+def added_updates(plan: Plan, sync: ShardSync) -> Iterator[ShardUpdate]:
+    """The updates of all shards by owners that add up what each group of readers gives them."""
+    groups, by_rows = reading_groups(sync), sync.contract.by_rows
+    amounts = Amounts(plan, sync, by_rows=by_rows)
+    for number in sync.shards:
+        box = plan.shards[number].box
+        given = [amounts.values(group, box) for group in groups]
+        added = sum(given) if by_rows else sum(given[1:])  # dense gradients are added onto the first one
+        rows = sum(amounts.rows(group, box) for group in groups)
+        yield ShardUpdate(number, *((added, rows) if len(groups) > 1 else (0, 0)), amounts.values(sync.readers, box), by_rows)
 
 
 METHOD = ParameterServer(named("parameter_server"))

@@ -22,7 +22,7 @@ from soap.plan.memory_kinds import MemoryKind
 from soap.plan.placement import owner_of
 from soap.plan.plan import Plan, Shard, ShardSync, sync_name
 from soap.plan.syncs.amounts import Amounts, Group, moving_rounds
-from soap.plan.syncs.bucketing import make_buckets, usual_limits, wire_bytes
+from soap.plan.syncs.bucketing import gradient_bytes, make_buckets, usual_limits
 from soap.plan.syncs.even_parts import Collective, Kind, collective, is_even
 from soap.plan.syncs.represented import Represented
 from soap.plan.syncs.sharing import owned_bytes
@@ -39,7 +39,8 @@ class Phase(IntEnum):
     BEFORE_FORWARD = 0
     BEFORE_BACKWARD = 1
     AFTER_BACKWARD = 2
-    AFTER_UPDATE = 3
+    UPDATE = 3
+    AFTER_UPDATE = 4
 
 
 SUM, PUSH, SERVE, PULL, SELECT, COMBINE, SPREAD, RESTORE = range(8)
@@ -82,22 +83,25 @@ def server_of(partition: int) -> int:
 
 
 class How(IntEnum):
-    """How a row moves bytes: an all-reduce, messages between pairs of devices, or a collective of equal parts."""
+    """What a row is: an all-reduce, messages between pairs of devices, a collective of equal parts; or work of devices, or the update of
+    each partition by its server, each a task of its own."""
 
     SUM = 0
     EXCHANGE = 1
     GATHER = 2
     SCATTER = 3
+    WORK = 4
+    SERVE = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One communication, by roles: it says which devices move which amounts, not how many bytes these are.
+    """One communication, by roles: it says which devices move which amounts, not how many bytes these are. Or what devices or servers do.
 
-    ``verb``: of its name. ``groups``: the devices that sum, or in each copy those that gather or scatter. ``rounds`` of an exchange, one
-    after the other: flows that run at once, and whether each target then adds up what has come. ``amount``: of a sum. ``apart``: it runs at
-    the same time as the rows next to it that are so too, each among devices of its own. ``large``: see ``SyncStep``. ``work``: what peers
-    do before it. A row whose amounts are all zero does not take place.
+    ``verb``: of its name. ``groups``: the devices that sum, or work, or in each copy those that gather or scatter. ``rounds`` of an
+    exchange, one after the other: flows that run at once, and whether each target then adds up what has come. ``amount``: of a sum.
+    ``apart``: it runs at the same time as the rows next to it that are so too, each among devices of its own. ``large``: see ``SyncStep``.
+    ``work``: which, if devices do some. A row whose amounts are all zero does not take place.
     """
 
     phase: Phase
@@ -118,12 +122,11 @@ Pairs = Sequence[tuple[int, int]]
 @dataclass(frozen=True, slots=True)
 class Template:
     """The rows of a synchronization, in the order of their phases; those of one phase run one after the other. The first one after the
-    backward pass is not ``apart``.
+    backward pass is not ``apart``. Work that comes first waits for the gradients of its own device, if this has any.
 
     ``copies``: of what readers own in parts, the readers of each copy; each of them owns one part of every region. ``added``: how many
     others' gradients an owner adds up before its update, beside its own. ``partitions``: at most so many on servers, if these own it.
-    ``told``, ``asked``: who tells whom, before a step, which rows it looks up: members their leaders, then leaders the owners. ``ending``:
-    what peers do before their update.
+    ``told``, ``asked``: who tells whom, before a step, which rows it looks up: members their leaders, then leaders the owners.
     """
 
     rows: tuple[Row, ...] = ()
@@ -132,7 +135,6 @@ class Template:
     partitions: int = 0
     told: Pairs = ()
     asked: Pairs = ()
-    ending: Work | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,9 +168,9 @@ class DeviceWork:
 @dataclass(frozen=True, slots=True)
 class SyncStep:
     """One communication: an all-reduce of ``summed_bytes`` over the devices ``among``, or ``rounds`` of flows, one after the other, or a
-    ``collective`` of equal parts.
+    ``collective`` of equal parts. Or ``works`` of devices, at the same time.
 
-    ``works``: what devices do before it, each once what it needs is there; the communication waits for all. ``large``: it moves much, over
+    ``large``: it moves much, over
     many connections. On links with ports and between GPUs the simulator cuts it into chunks, between which messages pass. ``apart``: it
     runs at the same time as those next to it that are so too, among other devices.
     """
@@ -315,10 +317,6 @@ class SyncMethod(ABC):
         """
         return steps_of(plan, sync, self.template_of(plan, sync, pull_together=pull_together), self)
 
-    def ending(self, plan: Plan, sync: ShardSync) -> Sequence[DeviceWork]:
-        """What devices do between the last communication after the backward pass and their update."""
-        return ()
-
     def updates(self, plan: Plan, sync: ShardSync) -> Sequence[ShardUpdate]:
         """The owners' work on each shard of ``sync``."""
         sizes = ((number, box_bytes(plan, plan.shards[number].parameter, plan.shards[number].box)) for number in sync.shards)
@@ -348,15 +346,16 @@ def steps_of(plan: Plan, sync: ShardSync, template: Template, method: SyncMethod
         name = row_name(sync, row)
         if row.how is How.SUM and sizes[row.amount]:
             step = SyncStep(row.phase, row.stage, name, summed_bytes=sizes[row.amount], among=row.groups[0])
-        elif row.how is How.EXCHANGE and ((rounds := moving_rounds(*(_round(own, sizes, owners) for own in row.rounds))) or row.work):
+        elif row.how is How.EXCHANGE and (rounds := moving_rounds(*(_round(own, sizes, owners) for own in row.rounds))):
             step = SyncStep(row.phase, row.stage, name, rounds)
+        elif row.work:
+            step = SyncStep(row.phase, row.stage, name, works=tuple(method.works(plan, sync, row.work)))
         elif row.how is How.GATHER or row.how is How.SCATTER:
             kind: Kind = "all_gather" if row.how is How.GATHER else "reduce_scatter"
             step = SyncStep(row.phase, row.stage, name, collective=collective(plan, sync, kind))
         else:
             continue
-        works = tuple(method.works(plan, sync, row.work)) if row.work else ()
-        found.append(replace(step, large=row.large, apart=row.apart, works=works))
+        found.append(replace(step, large=row.large, apart=row.apart))
     return found
 
 
@@ -366,7 +365,7 @@ class _Sizes(dict[Amount, int]):
     def __init__(self, plan: Plan, sync: ShardSync, template: Template, messages: Sequence[Exchange]) -> None:
         super().__init__({Amount(Of.MESSAGE, part=number): exchange.message_bytes for number, exchange in enumerate(messages)})
         self._plan, self._sync, self._amounts = plan, sync, Amounts(plan, sync, by_rows=sync.contract.by_rows)
-        self[WHOLE] = wire_bytes(plan, sync)
+        self[WHOLE] = gradient_bytes(plan, sync)
         if template.copies:
             owned = owned_bytes(plan, sync)
             self.update({Amount(Of.OWNED, part=part): owned.get(owner, 0) for part, owner in enumerate(template.copies[0])})

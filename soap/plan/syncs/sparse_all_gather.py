@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from soap.plan.plan import Plan, ShardSync, sync_name
 from soap.plan.row_counts import most_rows, row_bytes
-from soap.plan.syncs.amounts import INDEX_BYTES, Amounts, Group
+from soap.plan.syncs.amounts import INDEX_BYTES, Group
+from soap.plan.syncs.parameter_server import added_updates
 from soap.plan.syncs.seam import SUM, Amount, Hold, How, Of, Phase, Row, Setting, ShardUpdate, SyncMethod, Template
 from soap.strategy.sync_contracts import named
 
@@ -23,10 +24,7 @@ class SparseAllGather(SyncMethod):
 
     def updates(self, plan: Plan, sync: ShardSync) -> Sequence[ShardUpdate]:
         """Each owner adds up the rows of all readers, and updates the rows that any of them touches."""
-        amounts, several = Amounts(plan, sync, by_rows=True), len(sync.readers) > 1
-        added = sum(amounts.values((device,), sync.box) for device in sync.readers) if several else 0
-        rows = sum(amounts.rows((device,), sync.box) for device in sync.readers) if several else 0
-        return [ShardUpdate(number, added, rows, amounts.values(sync.readers, sync.box), by_rows=True) for number in sync.shards]
+        return list(added_updates(plan, sync))
 
     def holds(self, plan: Plan, sync: ShardSync) -> Iterator[Hold]:
         """The gathered rows, from the gathering on: the update needs them."""

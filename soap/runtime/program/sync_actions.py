@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from soap.plan.plan import ASK_NAME, Plan, ShardSync, sync_name
 from soap.plan.running.backward_order import Turns
 from soap.plan.syncs.gathering import gathers
-from soap.plan.syncs.seam import Phase, Row, method_for
+from soap.plan.syncs.seam import How, Phase, Row, method_for
 from soap.runtime.program.actions import LAST_ONLY, Action, ActionKind, Entry
 from soap.runtime.sync.row_requests import asking_devices
 
@@ -24,13 +24,13 @@ BEFORE_ALL, AFTER_ALL = -2, 9
 """Stages of what comes right before a tile, or a segment and what is recomputed for it, and of what comes behind all that follows it."""
 
 
-def row_of(plan: Plan, kind: ActionKind, sync: ShardSync) -> Row | None:
-    """The row that an action moves, or begins with, behind what is collected the second one; None if nothing moves."""
+def rows_of(plan: Plan, kind: ActionKind, sync: ShardSync) -> Sequence[Row]:
+    """The rows that an action begins with, behind what is collected the second one and further; none if nothing moves."""
     back = kind is ActionKind.BRING_BACK
     before = {Phase.BEFORE_FORWARD, Phase.AFTER_UPDATE}
     phases = {Phase.AFTER_BACKWARD} if kind in LAST_ONLY else {Phase.BEFORE_BACKWARD} if back else before
     own = [row for row in method_for(sync).template_of(plan, sync).rows if row.phase in phases]
-    return own[kind is ActionKind.SYNC and sync.aggregated and len(own) > 1] if own else None
+    return own[kind is ActionKind.SYNC and sync.aggregated and len(own) > 1 :]
 
 
 def kinds_of(plan: Plan, sync: ShardSync, phase: Phase) -> tuple[ActionKind, ...]:
@@ -153,5 +153,5 @@ def task_name(plan: Plan, kind: ActionKind, subject: int) -> str:
     """The name of the task that such an action belongs to."""
     if kind is ActionKind.ASK:
         return ASK_NAME
-    row = row_of(plan, kind, plan.syncs[subject])
-    return sync_name(plan.syncs[subject], "sync" if row is None else row.verb)
+    verbs = (row.verb for row in rows_of(plan, kind, plan.syncs[subject]) if row.how is not How.WORK)
+    return sync_name(plan.syncs[subject], next(verbs, "sync"))

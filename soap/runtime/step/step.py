@@ -44,7 +44,7 @@ from soap.runtime.marks.seam import OnRank
 from soap.runtime.program.actions import LAST_ONLY, WHOLE_STEP, Action, ActionKind, MicroBatch, part_of
 from soap.runtime.program.prepared import PreparedTile, PreparedTiles, StepInputs, units_of
 from soap.runtime.program.program import Program, task_name
-from soap.runtime.program.sync_actions import row_of
+from soap.runtime.program.sync_actions import rows_of
 from soap.runtime.step.early_start import Key, SyncSchedule
 from soap.runtime.step.forward import ForwardPass
 from soap.runtime.step.gradients import Gradients
@@ -510,8 +510,7 @@ def _is_collective(plan: Plan, action: Action) -> bool:
     """Whether an action is one sum as it stands, which may overtake messages."""
     if action.kind is not ActionKind.SYNC:
         return False
-    row = row_of(plan, action.kind, plan.syncs[action.subject])
-    return row is not None and row.how is How.SUM and row.work is None
+    return any(row.how is How.SUM for row in rows_of(plan, action.kind, plan.syncs[action.subject])[:1])
 
 
 def _is_of_messages(plan: Plan, action: Action) -> bool:

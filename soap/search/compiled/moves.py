@@ -51,7 +51,7 @@ from soap.simulator.compiled.change import KEEP, OPERATORS, PARAMETERS, PREFETCH
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.pass_order import own_devices
 from soap.simulator.compiled.state import State
-from soap.simulator.compiled.syncs.gathering import first_gathered
+from soap.simulator.compiled.syncs.codes import GATHERED, first_with
 from soap.simulator.compiled.world import World
 from soap.strategy.recomputation import LEVELS, LIGHT, RECOMPUTED
 
@@ -146,7 +146,7 @@ def propose_prefetch(W: World, Z: SearchTables, E: Edit) -> float:
     """Let one group of values more, or less, be gathered while an earlier one is used, as likely: symmetric. No effect where nothing is
     gathered, below 0 and above ``MOST_PREFETCHED``."""
     step = 2 * below(Z.chain, 2) - 1
-    first, after = first_gathered(W), W.state.prefetch[0] + step
+    first, after = first_with(W.state, GATHERED), W.state.prefetch[0] + step
     if first < 0 or after < 0 or (step > 0 and after > MOST_PREFETCHED):
         return NO_EFFECT
     E.count[PREFETCH], E.parameter[0] = after, first

@@ -87,9 +87,8 @@ def _synchronized(plan: Plan) -> dict[str, Shares]:
         of_parameter = [i for i, shard in enumerate(plan.shards) if shard.parameter == sync.parameter]
         shares = _by_bytes(plan, sync.shards if sync.contract.in_buckets else of_parameter)
         method = method_for(sync)
-        steps = method.steps(plan, sync)
-        names = [step.name for step in steps] + [work.name for step in steps for work in step.works]
-        names += [work.name for work in method.ending(plan, sync)] + [part.name for part in method.updates(plan, sync)]
+        names = [own.name for step in method.steps(plan, sync) for own in step.works or [step]]
+        names += [part.name for part in method.updates(plan, sync)]
         found.update(dict.fromkeys(filter(None, names), shares))
     return found
 

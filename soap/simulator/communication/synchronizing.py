@@ -53,7 +53,6 @@ class Synchronization:
         methods = [method_for(sync) for sync in plan.syncs]
         self._steps = [method.steps(plan, sync, pull_together=pull_together) for method, sync in zip(methods, plan.syncs, strict=True)]
         self._updates = [method.updates(plan, sync) for method, sync in zip(methods, plan.syncs, strict=True)]
-        self._ending = [method.ending(plan, sync) for method, sync in zip(methods, plan.syncs, strict=True)]
         self._settled: dict[int, int] = {}
         self._asking = asking_rounds(plan, pull_together=pull_together)
         self._gathers: dict[tuple[bool, int], list[Gather]] = {}
@@ -66,7 +65,7 @@ class Synchronization:
         if self._asking:
             asked = [self._tasks.meeting(ASKING, ASK_NAME, TaskKind.SYNC, self._asking, ())]
         for number, sync in enumerate(self._plan.syncs):
-            for _, task in self._walk(number, Phase.BEFORE_FORWARD, asked) if not sync.contract.gathers_values else ():
+            for task in self._walk(number, Phase.BEFORE_FORWARD, asked) if not sync.contract.gathers_values else ():
                 yield from ((tile, task) for tile, _ in sync.uses)
 
     def gather(self, position: int, forward: Sequence[int], backward: Mapping[int, int] | None) -> Iterator[tuple[int, int]]:
@@ -79,7 +78,7 @@ class Synchronization:
         for own in self._gathers.get((backward is not None, position), ()):
             after = [forward[tile] for tile in own.after_forward]
             after += [backward[tile] for tile in own.after_backward if tile in backward] if backward is not None else []
-            for _, task in self._walk(own.sync, phase, after):
+            for task in self._walk(own.sync, phase, after):
                 yield from ((tile, task) for tile, _ in self._plan.syncs[own.sync].uses)
 
     def synchronize(self, backward: Mapping[int, int]) -> None:
@@ -97,17 +96,15 @@ class Synchronization:
             gradients = [backward[tile] for tile, _ in sync.uses if tile in backward]
             if self._is_clipped(sync):  # nothing leaves a device before its gradients are clipped
                 gradients += [self._settled[device] for device in sync.readers if device in self._settled]
-            last = _last(self._walk(number, Phase.AFTER_BACKWARD, gradients, backward))
-            tasks = [task for _, task in last]
-            ends = {device: task for step, task in last if len(last) > 1 for device in step.among}
-            ends |= self._works(sync, self._ending[number], tasks)
+            last = self._walk(number, Phase.AFTER_BACKWARD, gradients, backward)
             if clips:
-                arrived += tasks
+                arrived += last
                 continue
+            ends = {device: task for task, among in last.items() for device in among}
             for part in self._updates[number]:
-                for device in plan.shards[part.shard].devices if tasks and not part.name else ():
-                    ready[device].append(ends.get(device, tasks[-1]))
-            self._serve_all(number, resources, tasks or gradients)
+                for device in plan.shards[part.shard].devices if last and not part.name else ():
+                    ready[device].append(ends.get(device, next(reversed(last))))
+            self._serve_all(number, resources, last or gradients)
         if clips:
             everyone = tuple(range(plan.device_count))
             norm = self._tasks.all_reduce(_update_id(0, NORM), NORM_NAME, TaskKind.SYNC, NORM_BYTES, everyone, arrived)
@@ -124,7 +121,7 @@ class Synchronization:
         for number, sync in enumerate(plan.syncs):
             if not any(part.name for part in self._updates[number]):
                 updated = offloads if sync.offload else updates
-                list(self._walk(number, Phase.AFTER_UPDATE, [updated[device] for device in plan.owners(sync) if device in updated]))
+                self._walk(number, Phase.AFTER_UPDATE, [updated[device] for device in plan.owners(sync) if device in updated])
 
     def _offload(self, updates: Mapping[int, int]) -> dict[int, int]:
         """Add the updates that hosts make for devices, each behind the device's own: a copy to the host, its update, and a copy back.
@@ -152,22 +149,25 @@ class Synchronization:
 
     def _walk(
         self, number: int, phase: Phase, after: Iterable[int], backward: Mapping[int, int] = NOTHING
-    ) -> Iterator[tuple[SyncStep, int]]:
-        """Add the tasks of one synchronization in one phase, each after the one before, or at the same time; yields the communications."""
-        behind, before = after, None
+    ) -> dict[int, Sequence[int]]:
+        """Add the tasks of one synchronization in one phase, each after the ones before, or at the same time. Returns the last ones, with
+        the devices for which each is, if not for all. ``backward``: tile -> task; a device that has such tasks waits for these alone with
+        what it does first."""
+        sync, last, before = self._plan.syncs[number], dict[int, Sequence[int]](), None
         for step in self._steps[number]:
             if step.phase is phase:
-                after = after if _beside(before, step) else behind
-                works = self._works(self._plan.syncs[number], step.works, after, backward)
-                task = self._move(self._plan.syncs[number], step, works.values() or after)
-                behind, before, backward = (task,), step, NOTHING
-                yield step, task
+                if before and not (before.apart and step.apart):
+                    after, backward, last = tuple(last), NOTHING, {}
+                if step.works:
+                    last |= {self._work(sync, work, after, backward): (work.device,) for work in step.works}
+                else:
+                    last[self._move(sync, step, after)] = step.among if step.apart else ()
+                before = step
+        return last
 
     def _settle(self, backward: Sequence[Iterable[int]]) -> None:
         """Add, for devices that have such work, the task that says that no backward pass is left. ``backward``: device -> its tasks."""
-        works = [work for steps in self._steps for step in steps for work in step.works]
-        works += [work for ending in self._ending for work in ending]
-        devices = {work.device for work in works if work.settled}
+        devices = {work.device for steps in self._steps for step in steps for work in step.works if work.settled}
         if devices:
             devices.update(device for sync in self._plan.syncs if self._is_clipped(sync) for device in sync.readers)
         for device in sorted(devices):
@@ -180,20 +180,13 @@ class Synchronization:
         contract = sync.contract
         return self._plan.training.clips and len(sync.readers) > 1 and (contract.sums_in_place or contract.compresses)
 
-    def _works(
-        self, sync: ShardSync, works: Iterable[DeviceWork], after: Iterable[int], backward: Mapping[int, int] = NOTHING
-    ) -> dict[int, int]:
-        """Add what devices do. Returns device -> its task. ``backward``: tile -> task; a device that has such tasks waits for these alone
-        rather than for all of ``after``."""
-        found, after = {}, tuple(after)
-        for work in works:
-            device = self._tasks.topology.devices[work.device].type
-            duration = sum(compression_ns(self._costs, work.compression, layout, work.work, device) for layout in work.layouts)
-            own = [backward[tile] for tile, _ in sync.uses if tile in backward and self._plan.tiles[tile].device == work.device]
-            waits = (*(own or after), *([self._settled[work.device]] if work.settled else ()))
-            place = self._place(sync, work.stage, work.device)
-            found[work.device] = self._tasks.add(place, work.name, TaskKind.COMPRESS, (work.device,), duration, waits)
-        return found
+    def _work(self, sync: ShardSync, work: DeviceWork, after: Iterable[int], backward: Mapping[int, int]) -> int:
+        device = self._tasks.topology.devices[work.device].type
+        duration = sum(compression_ns(self._costs, work.compression, layout, work.work, device) for layout in work.layouts)
+        own = [backward[tile] for tile, _ in sync.uses if tile in backward and self._plan.tiles[tile].device == work.device]
+        waits = (*(own or after), *([self._settled[work.device]] if work.settled else ()))
+        place = self._place(sync, work.stage, work.device)
+        return self._tasks.add(place, work.name, TaskKind.COMPRESS, (work.device,), duration, waits)
 
     def _move(self, sync: ShardSync, step: SyncStep, after: Iterable[int]) -> int:
         place = self._place(sync, step.stage, step.among[0] if step.summed_bytes and step.apart else 0)
@@ -208,7 +201,7 @@ class Synchronization:
         sync = self._plan.syncs[number]
         served = [self._serve(sync, part, resources[part.shard], after) for part in self._updates[number] if part.name]
         if served:
-            list(self._walk(number, Phase.AFTER_UPDATE, served))
+            self._walk(number, Phase.AFTER_UPDATE, served)
 
     def _serve(self, sync: ShardSync, part: ShardUpdate, resource: int, after: Iterable[int]) -> int:
         """Add the task of a server that adds up the gradients of one partition and updates it."""
@@ -239,19 +232,6 @@ class Synchronization:
         size = shard_bytes(self._plan.graph, self._plan.shards[part.shard])
         update = table_update_ns(self._costs, part.updated_bytes, size, kind) if part.by_rows else self._costs.update_ns(size, kind)
         return adding_ns(part, kind, seconds_per_row) + update
-
-
-def _last(walked: Iterable[tuple[SyncStep, int]]) -> list[tuple[SyncStep, int]]:
-    """The last communication with its task, and those beside it."""
-    last: list[tuple[SyncStep, int]] = []
-    for step, task in walked:
-        last = [*(last if last and _beside(last[-1][0], step) else ()), (step, task)]
-    return last
-
-
-def _beside(before: SyncStep | None, step: SyncStep) -> bool:
-    """Whether a communication runs at the same time as the one before."""
-    return before is not None and before.apart and step.apart
 
 
 def own_updates(plan: Plan, updates: Iterable[Sequence[ShardUpdate]]) -> Iterator[ShardUpdate]:
@@ -294,13 +274,12 @@ def possible_tasks(plan: Plan) -> Iterator[tuple[Id, str, TaskKind]]:
     positions = {tensor.name: position for position, tensor in enumerate(plan.graph.parameters)}
     for sync in plan.syncs:
         method, position = method_for(sync), positions[sync.parameter]
-        works = list(method.ending(plan, sync))
         for row in method.template_of(plan, sync).rows:
             first = row.groups[0][0] if row.how is How.SUM and row.apart else 0
-            yield _sync_id(position, sync, row.stage, first), row_name(sync, row), TaskKind.SYNC
-            works += method.works(plan, sync, row.work) if row.work else ()
-        for work in works:
-            yield _sync_id(position, sync, work.stage, work.device), work.name, TaskKind.COMPRESS
+            if row.how < How.WORK:
+                yield _sync_id(position, sync, row.stage, first), row_name(sync, row), TaskKind.SYNC
+            for work in method.works(plan, sync, row.work) if row.work else ():
+                yield _sync_id(position, sync, work.stage, work.device), work.name, TaskKind.COMPRESS
         for partition in range(len(sync.shards)) if sync.contract.has_servers else ():
             yield _sync_id(position, sync, SERVE, partition=partition), serve_name(sync, partition), TaskKind.UPDATE
 

@@ -21,11 +21,11 @@ from soap.simulator.compiled.rows import is_sparse
 from soap.simulator.compiled.scratch import STAMP
 from soap.simulator.compiled.second_runs import slots_of_a_tile, weights_slot
 from soap.simulator.compiled.state import ARENA, DEVICES, NEVER, PULLS, SLOTS, SYNCS, State
-from soap.simulator.compiled.synchronization import count_backward, count_sums, synchronize
-from soap.simulator.compiled.syncs.asking import count_pulls, make_pulls
-from soap.simulator.compiled.syncs.codes import is_gathered, travels_by_rows
-from soap.simulator.compiled.syncs.compressed import any_compressed
-from soap.simulator.compiled.syncs.gathering import first_gathered, reads_gathered
+from soap.simulator.compiled.synchronization import count_backward, synchronize
+from soap.simulator.compiled.syncs.asking import make_pulls
+from soap.simulator.compiled.syncs.codes import BY_ROWS, COMPRESSED, GATHERED, first_with
+from soap.simulator.compiled.syncs.exchange import count_rows
+from soap.simulator.compiled.syncs.gathering import reads_gathered
 from soap.simulator.compiled.task_keys import STATE_FULL
 from soap.simulator.compiled.variants import CELLS, PARTS
 from soap.simulator.compiled.world import World
@@ -153,7 +153,7 @@ def find_replaced(G: GraphTables, C: State, E: Edit) -> None:
     replaced = E.count[OPERATORS]
     for i in range(E.count[PARAMETERS]):
         parameter = E.parameter[i]
-        if not is_sparse(G, parameter) or travels_by_rows(C.sync[parameter]) == travels_by_rows(E.sync[i]):
+        if not is_sparse(G, parameter) or C.sync[parameter] & BY_ROWS == E.sync[i] & BY_ROWS:
             continue
         for use in range(G.user_ptr[parameter], G.user_ptr[parameter + 1]):
             known = False
@@ -178,17 +178,17 @@ def change(W: World, E: Edit) -> None:
     pulls = False
     for i in range(E.count[PARAMETERS]):
         parameter = E.parameter[i]
-        pulls |= is_sparse(G, parameter) and (travels_by_rows(C.sync[parameter]) or travels_by_rows(E.sync[i]))
-        pulls |= is_gathered(C.sync[parameter]) or is_gathered(E.sync[i])
+        either = C.sync[parameter] | E.sync[i]
+        pulls |= (is_sparse(G, parameter) and either & BY_ROWS != 0) or either & GATHERED != 0
         U.parameter[i], U.sync[i] = parameter, C.sync[parameter]
         C.sync[parameter] = E.sync[i]
         what[RESYNCED] = i + 1
     if E.count[PREFETCH] != KEEP and E.count[PREFETCH] != C.prefetch[0]:
         C.prefetch[0] = E.count[PREFETCH]
-        pulls |= first_gathered(W) >= 0
+        pulls |= first_with(C, GATHERED) >= 0
     for i in range(E.count[REPLACED_OPERATORS]):
         for k in range(G.parameter_ptr[E.operator[i]], G.parameter_ptr[E.operator[i] + 1]):
-            pulls |= is_sparse(G, G.parameter[k]) and travels_by_rows(C.sync[G.parameter[k]])
+            pulls |= is_sparse(G, G.parameter[k]) and C.sync[G.parameter[k]] & BY_ROWS != 0
     if E.count[REPLACED_OPERATORS] > 0:
         unlink_passes(W)
         _change_operators(W, E)
@@ -198,9 +198,9 @@ def change(W: World, E: Edit) -> None:
         what[REPULLED], what[OLD_PULLS], what[OLD_PULL_SLOT] = 1, C.used[PULLS], C.pull_slot[0]
         for op in range(len(G.backward)):
             U.gather_row[op] = C.gather_row[op]
-        count_pulls(C, -1)
+        count_rows(C, C.pull_slot[0], C.used[PULLS], -1)
         make_pulls(W)
-        count_pulls(C, 1)
+        count_rows(C, C.pull_slot[0], C.used[PULLS], 1)
         what[REPULLED] = 2
 
 
@@ -212,7 +212,7 @@ def _gathers_change(W):  # type: ignore[no-untyped-def]
     remarked = False
     for n in range(U.what[REPLACED]):
         remarked |= U.fields[n * FIELDS + MARKED] != C.marked[U.fields[n * FIELDS]]
-    found = remarked and first_gathered(W) >= 0
+    found = remarked and first_with(C, GATHERED) >= 0
     for n in range(U.what[CHANGED]):
         found |= reads_gathered(W, U.fields[n * FIELDS]) and (n < U.what[REPLACED] or _alive_changed(C, U, n))
     return found
@@ -297,8 +297,8 @@ def _save(W, op, stamp):  # type: ignore[no-untyped-def]
 def needs_sums(W: World) -> bool:
     """Whether the change affects sums of gradients."""
     G, C, U = W.graph, W.state, W.undo
-    if U.what[RESYNCED] > 0 or W.shards.clips[0] or any_compressed(W):  # the norm and compressed sums wait for all backward passes
-        return True
+    if U.what[RESYNCED] > 0 or W.shards.clips[0] or first_with(C, COMPRESSED) >= 0:
+        return True  # the norm and compressed sums wait for all backward passes
     for n in range(U.what[CHANGED]):
         op = U.fields[n * FIELDS]
         if G.parameter_ptr[op + 1] > G.parameter_ptr[op] and (n < U.what[REPLACED] or _alive_changed(C, U, n)):
@@ -319,13 +319,13 @@ def _alive_changed(C, U, n):  # type: ignore[no-untyped-def]
 @compiled
 def change_sums(W: World) -> None:
     """Make sums of gradients and updates anew."""
-    G, R, C, U = W.graph, W.groups, W.state, W.undo
+    G, C, U = W.graph, W.state, W.undo
     U.what[OLD_SYNCS], U.what[OLD_SYNC_SLOT] = C.used[SYNCS], C.sync_slot[0]
     for op in range(len(G.backward)):
         U.sync_row[op] = C.sync_row[op]
     for device in range(len(C.busy)):
-        U.update_ns[device], U.update_alive[device], U.update_row[device] = C.duration[device], C.alive[device], C.update_row[device]
-    count_sums(R, C, -1)
+        U.update_ns[device], U.update_alive[device], U.update_row[device] = C.duration[device], C.alive[device], C.index[device]
+    count_rows(C, C.sync_slot[0], C.used[SYNCS], -1)
     U.what[SYNCHRONIZED] = 1
     synchronize(W)
     U.what[SYNCHRONIZED] = 2
@@ -334,26 +334,26 @@ def change_sums(W: World) -> None:
 @compiled
 def undo(W: World) -> None:
     """Undo the last change, even if an exception has stopped it halfway."""
-    G, R, C, U = W.graph, W.groups, W.state, W.undo
+    G, C, U = W.graph, W.state, W.undo
     if not U.what[UNDER_WAY]:
         return
     for i in range(U.what[RESYNCED]):
         C.sync[U.parameter[i]] = U.sync[i]
     C.prefetch[0] = U.what[OLD_PREFETCH]
     if U.what[REPULLED] == 2:
-        count_pulls(C, -1)
+        count_rows(C, C.pull_slot[0], C.used[PULLS], -1)
     unlink_passes(W)
     if U.what[SYNCHRONIZED]:
         if U.what[SYNCHRONIZED] == 2:
-            count_sums(R, C, -1)
+            count_rows(C, C.sync_slot[0], C.used[SYNCS], -1)
         C.sync_slot[0], C.used[SYNCS] = U.what[OLD_SYNC_SLOT], U.what[OLD_SYNCS]
         for op in range(len(G.backward)):
             C.sync_row[op] = U.sync_row[op]
         for device in range(len(C.busy)):
             if C.alive[device] != U.update_alive[device]:
                 C.waits[device] += NEVER if C.alive[device] else -NEVER
-            C.duration[device], C.alive[device], C.update_row[device] = U.update_ns[device], U.update_alive[device], U.update_row[device]
-        count_sums(R, C, 1)
+            C.duration[device], C.alive[device], C.index[device] = U.update_ns[device], U.update_alive[device], U.update_row[device]
+        count_rows(C, C.sync_slot[0], C.used[SYNCS], 1)
     for n in range(U.what[CHANGED] - 1, -1, -1):
         at = n * FIELDS
         op = U.fields[at]
@@ -383,6 +383,6 @@ def undo(W: World) -> None:
         for op in range(len(G.backward)):
             C.gather_row[op] = U.gather_row[op]
         C.pull_slot[0], C.used[PULLS] = U.what[OLD_PULL_SLOT], U.what[OLD_PULLS]
-        count_pulls(C, 1)
+        count_rows(C, C.pull_slot[0], C.used[PULLS], 1)
     link_passes(W)
     U.what[UNDER_WAY] = 0

@@ -16,7 +16,7 @@ from soap.simulator.costs import CostModel, compression_ns
 MESSAGES, WHOLE, SETTINGS, OF_TYPES = 0, 2, 3, 4
 """Columns of ``ShardTables.effort``: the message's bytes of both exchanges; bytes of all elements in the type in which they are summed; the
 number of the settings that suit the layer; then those of each type of device."""
-HELD, TYPE_COLUMNS = len(WORKS), len(WORKS) + 1
+PEER_HOLDS, TYPE_COLUMNS = len(WORKS), len(WORKS) + 1
 """Columns of a type of device: the works in ns, and the bytes that a peer holds."""
 
 

@@ -23,13 +23,9 @@ from soap.simulator.compiled.state import (
     AGAIN_TILE,
     BACKWARD_TILE,
     FORWARD_TILE,
-    OTHER,
     PULLS,
     ROW,
     SLOTS,
-    SYNC_BUCKET,
-    SYNC_DEVICE,
-    SYNC_NORM,
     SYNCS,
     UPDATE_DEVICE,
     WEIGHTS_TILE,
@@ -135,7 +131,7 @@ def play(graph: GraphTables, state: State, groups: Groups, earlier: Trial, trial
             size[MAKESPAN] = end
             if end > at_most:
                 return STOPPED
-        tell_successors(G, C, R, settle, Q, slot, end)
+        tell_successors(G, C, settle, Q, slot, end)
     return size[MAKESPAN]
 
 
@@ -157,7 +153,7 @@ def _compute(C, R, T, slot):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def tell_successors(G, C, R, tell, Q, slot, end):  # type: ignore[no-untyped-def]
+def tell_successors(G, C, tell, Q, slot, end):  # type: ignore[no-untyped-def]
     """``tell(Q, successor, end)`` of each edge from a slot: ``settle``, or what notes the edge."""
     kind, op = C.kind[slot], C.owner[slot]
     if kind <= BACKWARD_TILE and C.follow[slot] > 0:
@@ -190,19 +186,8 @@ def tell_successors(G, C, R, tell, Q, slot, end):  # type: ignore[no-untyped-def
             _tell_gradients(C, tell, Q, slot, op, end)
     elif kind == WEIGHTS_TILE:
         _tell_gradients(C, tell, Q, slot, op, end)
-    elif kind == OTHER:
+    else:
         _tell_row(C, tell, Q, C.index[slot], end)
-    elif kind == SYNC_BUCKET:
-        for i in range(R.sets.ptr[C.index[slot]], R.sets.ptr[C.index[slot] + 1]):
-            tell(Q, R.sets.item[i], end)
-    elif kind == SYNC_DEVICE:
-        tell(Q, C.index[slot], end)
-    elif kind == SYNC_NORM:
-        _tell_row(C, tell, Q, C.index[slot], end)
-        for device in range(len(C.busy)):
-            tell(Q, device, end)
-    elif kind == UPDATE_DEVICE and C.update_row[slot] >= 0:
-        _tell_row(C, tell, Q, C.update_row[slot], end)
 
 
 @inlined
@@ -218,7 +203,7 @@ def _tell_blocks(C, tell, Q, slot, op, block, end):  # type: ignore[no-untyped-d
 def _tell_gradients(C, tell, Q, slot, op, end):  # type: ignore[no-untyped-def]
     """``tell_successors`` of a tile that has made its parameters' gradients."""
     if C.sync_row[op] >= 0:
-        _tell_row(C, tell, Q, C.sync_row[op] + C.index[slot], end)
+        _tell_row(C, tell, Q, C.sync_row[op] + C.tiles[op] + C.index[slot], end)
     tell(Q, C.resource[slot], end)  # the device's update
 
 

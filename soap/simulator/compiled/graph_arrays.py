@@ -37,7 +37,7 @@ class GraphTables(NamedTuple):
     - ``user`` (lists per parameter): operators that use the parameter, ascending. ``user_place``: which of the operator's ``parameter`` it
       is.
 
-    By parameter: ``trainable``, ``parameter_dtype``, ``parameter_itemsize``, ``first_server``, ``first_reader`` (``placement``), and for
+    By parameter: ``trainable``, ``parameter_dtype``, ``first_server``, ``first_reader`` (``placement``), and for
     sparse ones ``touched`` from ``touched_ptr`` on: how many rows a batch looks up, how many rows there are, ``RowAccess.touched``.
     ``dtypes``: their number. ``backward``: whether any output has a gradient. ``loss``: operator and output
     that make the loss. ``known``: whether an operator makes the loss or a term of it (``OperatorGraph.known_gradients``). ``epilogue``:
@@ -67,7 +67,6 @@ class GraphTables(NamedTuple):
     user_place: Ints
     trainable: Ints
     parameter_dtype: Ints
-    parameter_itemsize: Ints
     dtypes: Ints
     first_server: Ints
     first_reader: Longs
@@ -191,7 +190,6 @@ def graph_tables(graph: OperatorGraph, topology: Topology) -> GraphTables:
         user_place=user_place,
         trainable=np.array([t.requires_grad for t in graph.parameters], np.int32),
         parameter_dtype=np.array([dtypes[t.dtype] for t in graph.parameters], np.int32),
-        parameter_itemsize=np.array([t.itemsize for t in graph.parameters], np.int32),
         dtypes=np.array([len(dtypes)], np.int32),
         first_server=np.array([servers[t.name] for t in graph.parameters], np.int32),
         first_reader=np.array([first_reader[t.name] for t in graph.parameters], np.int64),

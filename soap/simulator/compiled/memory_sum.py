@@ -12,6 +12,7 @@ from typing import NamedTuple
 from soap.plan.syncs.amounts import COPIES, COUNT_BYTES
 from soap.simulator.compiled.arrays import fill
 from soap.simulator.compiled.delivery import deliver
+from soap.simulator.compiled.effort import OF_TYPES, PEER_HOLDS, TYPE_COLUMNS, WHOLE
 from soap.simulator.compiled.fetches import is_remote
 from soap.simulator.compiled.graph_arrays import Ints, LongRows, Longs
 from soap.simulator.compiled.jit import compiled
@@ -19,19 +20,9 @@ from soap.simulator.compiled.machine_code import entry
 from soap.simulator.compiled.marks import holds_on_host, marked_bytes, runs_again
 from soap.simulator.compiled.rows import INDEX_BYTES
 from soap.simulator.compiled.scratch import FETCHES, FULL, HOLDINGS, REDUCTIONS
-from soap.simulator.compiled.syncs.codes import (
-    has_server,
-    is_alone,
-    is_as_it_travels,
-    is_compressed,
-    is_dealt_out,
-    is_gathered,
-    offloads,
-    travels_by_rows,
-    wire_bytes,
-)
-from soap.simulator.compiled.syncs.compressed import held_bytes
+from soap.simulator.compiled.syncs.codes import BY_ROWS, COMPRESSED, GATHERED, OFFLOADED, PARTED, SERVED
 from soap.simulator.compiled.syncs.members import compresses, find_geometry, find_members
+from soap.simulator.compiled.syncs.templates import find_effort
 from soap.simulator.compiled.variants import AWAY, CELLS
 from soap.simulator.compiled.world import World
 
@@ -99,7 +90,7 @@ def sum_memory(W: World, M: SumTables) -> int:
         fill(M.part[row], 0, len(C.busy), 0)
     for parameter in range(len(M.user_ptr) - 1):
         _add_parameter(W, M, parameter)
-        fits &= not (M.fixed[2] != 0 and has_server(C.sync[parameter])) and not (M.fixed[3] != 0 and offloads(C.sync[parameter]))
+        fits &= not (M.fixed[2] != 0 and C.sync[parameter] & SERVED) and not (M.fixed[3] != 0 and C.sync[parameter] & OFFLOADED)
     for op in range(operators):
         _add_tiles(W, M, op)
         deliver(W, op)
@@ -200,29 +191,28 @@ def _add_parameter(W, M, parameter):  # type: ignore[no-untyped-def]
     code, whole, trained = C.sync[parameter], M.elements[parameter] * M.itemsize[parameter], G.trainable[parameter]
     rows = whole // max(1, M.row_bytes[parameter])
     rest, joined, regions = _read(W, M, parameter, first, last)
-    everywhere, indices = 0, 2 * INDEX_BYTES * rows * regions * travels_by_rows(code)
+    everywhere, indices = 0, 2 * INDEX_BYTES * rows * regions * (code & BY_ROWS != 0)
     for device in range(devices):
         everywhere += M.read[device]
     for device in range(devices):
         held, padded = min(M.read[device], whole), 0
         part[HELD, device] += held + rest
-        part[COLLECTED, device] += held * trained if joined or has_server(code) else 0
-        if is_gathered(code) or (trained and is_dealt_out(code)):
+        part[COLLECTED, device] += held * trained if joined or code & SERVED else 0
+        if code & GATHERED or (trained and code & PARTED):
             padded = held + regions * devices * M.row_bytes[parameter] if held > 0 else 0
-            part[MOVED, device] += padded * (GATHERED_TIMES if is_gathered(code) else SHARED_TIMES)
+            part[MOVED, device] += padded * (GATHERED_TIMES if code & GATHERED else SHARED_TIMES)
         if not trained:
             continue
         part[TRAINED, device] += held + rest
         part[HELD, device] += COUNT_BYTES * (1 + regions) * devices
-        part[HELD, device] += 2 * (held + rest) if offloads(code) and K.serves_itself[device] else 0
-        if is_alone(code):
+        part[HELD, device] += 2 * (held + rest) if code & OFFLOADED and K.serves_itself[device] else 0
+        if code & (BY_ROWS | SERVED):
             part[MOVED, device] += ALONE_TIMES * held + COPIES * (everywhere + indices)
-        part[MOVED, device] += 0 if is_as_it_travels(code) else wire_bytes(code, held, M.itemsize[parameter])
-    if trained and has_server(code):
+    if trained and code & SERVED:
         for i in range(len(K.server)):
             if K.serves_itself[K.server[i]]:  # a server may own all of it
                 part[MOVED, K.server[i]] += (5 + M.fixed[1]) * whole + 2 * COPIES * (devices * whole + indices) + COUNT_BYTES * regions
-    if trained and is_compressed(code):
+    if trained and code & COMPRESSED:
         _add_compressed(W, M, parameter)
 
 
@@ -248,7 +238,7 @@ def _read(W, M, parameter, first, last):  # type: ignore[no-untyped-def]
             if region < 0:
                 continue
             size, place = M.region_volume[region] * itemsize, 1 + region * devices + device
-            if joined or travels_by_rows(C.sync[parameter]):  # each tile has a copy
+            if joined or C.sync[parameter] & BY_ROWS:  # each tile has a copy
                 part[VALUES, device] += size
             if M.seen[place] < M.seen[0]:
                 M.read[device] += size
@@ -272,5 +262,20 @@ def _add_compressed(W, M, parameter):  # type: ignore[no-untyped-def]
     for shard in range(D.ptr[S.geometry[parameter]], D.ptr[S.geometry[parameter] + 1]):
         find_members(W, parameter, shard)
         if D.lowest[shard] >= 0 and compresses(W, W.state.sync[parameter]):
-            for i in range(S.members[0]):
-                M.part[MOVED, S.members[1 + i]] += held_bytes(W, parameter, shard, i)
+            for place in range(S.members[0]):
+                M.part[MOVED, S.members[1 + place]] += _held_bytes(W, find_effort(W, parameter, shard), D.bytes[shard], place)
+
+
+@compiled
+def _held_bytes(W, effort, size, place):  # type: ignore[no-untyped-def]
+    """Bytes that a reader of a compressed shard holds for it, at most. ``place``: its place among the readers. Call it after
+    ``compresses``. The counterpart of ``CompressedSum.buffers``."""
+    D, S, others = W.shards, W.scratch, 0
+    if S.leader[place] != place:
+        return COPIES * size
+    for i in range(S.members[0]):
+        others += 1 if S.leader[i] == place else 0
+    held = D.effort[effort + OF_TYPES + TYPE_COLUMNS * W.cluster.device_type[S.members[1 + place]] + PEER_HOLDS]
+    if S.peers[0] < S.members[0]:
+        held += COPIES * (others - 1) * size + D.effort[effort + WHOLE]
+    return held

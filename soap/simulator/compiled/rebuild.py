@@ -9,9 +9,10 @@ from soap.simulator.compiled.graph_arrays import Ints
 from soap.simulator.compiled.machine_code import entry
 from soap.simulator.compiled.operator_lowering import lower_operator, place_tiles
 from soap.simulator.compiled.pass_order import link_passes
-from soap.simulator.compiled.state import ARENA, DEVICES
+from soap.simulator.compiled.state import ARENA, DEVICES, PULLS
 from soap.simulator.compiled.synchronization import begin_updates, count_backward, synchronize
-from soap.simulator.compiled.syncs.asking import count_pulls, make_pulls
+from soap.simulator.compiled.syncs.asking import make_pulls
+from soap.simulator.compiled.syncs.exchange import count_rows
 from soap.simulator.compiled.task_keys import STATE_FULL
 from soap.simulator.compiled.variants import CELLS
 from soap.simulator.compiled.world import World
@@ -53,7 +54,7 @@ def lower_all(W: World, held: Held) -> None:
     fill(C.follow, 0, len(C.follow), 0)
     link_passes(W)
     make_pulls(W)
-    count_pulls(C, 1)
+    count_rows(C, C.pull_slot[0], C.used[PULLS], 1)
     synchronize(W)
     for slot in range(len(C.alias)):
         C.alias[slot] = slot

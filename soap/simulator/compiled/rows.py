@@ -6,7 +6,7 @@ from soap.simulator.compiled.graph_arrays import GraphTables
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.scratch import FULL, STAMP, USES, Scratch
 from soap.simulator.compiled.state import State
-from soap.simulator.compiled.syncs.codes import travels_by_rows
+from soap.simulator.compiled.syncs.codes import BY_ROWS
 
 INDEX_BYTES = 8
 
@@ -23,7 +23,7 @@ def is_sparse_lookup(G: GraphTables, C: State, op: int) -> bool:
     by_rows, as_a_whole = 0, 0
     for k in range(G.parameter_ptr[op], G.parameter_ptr[op + 1]):
         if is_sparse(G, G.parameter[k]):
-            if travels_by_rows(C.sync[G.parameter[k]]):
+            if C.sync[G.parameter[k]] & BY_ROWS:
                 by_rows += 1
             else:
                 as_a_whole += 1

@@ -13,10 +13,10 @@ from soap.simulator.compiled.graph_arrays import Ints, Longs
 
 HOLDINGS, REDUCTIONS, FETCHES, CONSUMERS, PIECES, CARRIERS, PARTS, TASKS = range(8)
 EDGES, RESOURCES, CELL_BOXES, BOUNDS, LINKS, FLOWS, STAMP, GRADIENTS, USES, EXPECTED, PRICES, BUSIEST, NORM, CLAIMS = range(8, 22)
-PACKED_SHARDS = 22
+PACKED_SHARDS, TOUCHED = 22, 23
 """Places in ``Scratch.count``: the number of each kind. Entries stamped with ``count[STAMP]`` are current. ``BUSIEST``: for the collective
 being made, the most messages of any one device in a round; of a collective of equal parts, minus the number of its devices. ``NORM``: a
-slot, see ``syncs.clipping``. ``PACKED_SHARDS``: see ``syncs.templates``."""
+slot, see ``syncs.clipping``. ``PACKED_SHARDS``: how many are compressed. ``TOUCHED``: see ``syncs.server_traffic``."""
 
 FULL = "scratch is full"
 """Message of the MemoryError that compiled code raises when an array is too small. Python then makes it larger and starts the work
@@ -37,16 +37,15 @@ class Scratch(NamedTuple):
     - ``k_``: carriers; ``part``: their pieces. ``t_``: tasks. ``e_``: edges. ``res``: resources of exchanges. ``cell``: bounds of cells and
       of pieces. ``hash_key``, ``hash_stamp``, ``hash_value``: a hash table.
     - By device: ``update`` in ns; ``floor``: least ns of its update, whatever the changed operator becomes; ``taken``: partitions on the
-      cores of a host, for the host's lowest device; ``settled``, ``settling``: see ``syncs.compressed`` and ``syncs.updates``;
-      ``offloaded``, ``on_host``, ``lifting``: see ``syncs.offloading`` and ``syncs.updates``.
-    - By parameter: ``geometry``, ``expected`` (a stamp).
+      cores of a host, for the host's lowest device; ``settled``: see ``syncs.templates``; ``settling``: see
+      ``syncs.gathering``; ``offloaded``, ``on_host``, ``lifting``: see ``syncs.offloading``.
+    - By parameter: ``geometry``, ``expected`` (a stamp), ``alone`` (a stamp: its regions travel alone).
     - The tiles that use a shard: ``use_slot``, ``use_device``, ``use_lookups``, ``use_block`` (equal for replicas of one tile).
     - By place in ``members``, from 0 on: ``lookups``, ``seen``, ``leader``, ``touched``, ``together``, ``received``; by
       partition: ``p_rows``. See ``syncs.server_traffic``. ``peers``: the number of
       the ``members`` that are leaders, then these devices.
-    - ``packed_``: buckets of compressed shards, see ``syncs.templates``.
-    - By bucket: ``bucket_region``, the number of its first region; ``bucket_template``, ``bucket_shard``, ``owned_ptr``, ``owned``: see
-      ``syncs.templates``. ``g_``: see ``syncs.gathering``.
+    - By bucket: ``bucket_region``, the number of its first region; ``bucket_template``, ``bucket_shard``, ``owned_ptr``, ``owned``,
+      ``first_task``, ``first_count``: see ``syncs.templates``. ``g_``: see ``syncs.gathering``.
 
     The others are lists for intermediate results.
     """
@@ -141,6 +140,7 @@ class Scratch(NamedTuple):
     peers: Ints
     geometry: Ints
     expected: Longs
+    alone: Longs
     use_slot: Ints
     use_device: Ints
     use_lookups: Longs
@@ -158,12 +158,8 @@ class Scratch(NamedTuple):
     bucket_region: Ints
     bucket_template: Ints
     bucket_shard: Ints
-    packed_first: Ints
-    packed_last: Ints
-    packed_next: Ints
-    packed_parameter: Ints
-    packed_shard: Ints
-    packed_own: Ints
+    first_task: Ints
+    first_count: Ints
     owned_ptr: Longs
     owned: Longs
     g_first: Ints
@@ -176,8 +172,6 @@ class Scratch(NamedTuple):
     g_list: Ints
     g_place: Ints
     g_from: Ints
-    g_kept: Ints
-    g_count: Ints
     g_slot: Ints
     fill: Ints
 
@@ -192,11 +186,11 @@ def make_scratch(size: int, devices: int, links: int) -> Scratch:
     sizes |= dict.fromkeys(("mark", "mark_value"), max(devices, size))
     sizes |= dict.fromkeys(("load", "load_stamp"), links + 1)
     sizes |= {"held": devices + links + 1, "members": devices + 1, "peers": devices + 1, "cell": 16 * size, "flow": 3 * size}
-    sizes |= dict.fromkeys(("update", "floor", "taken", "settled", "settling", "offloaded", "on_host", "lifting", "packed_own"), devices)
+    sizes |= dict.fromkeys(("update", "floor", "taken", "settled", "settling", "offloaded", "on_host", "lifting"), devices)
     sizes |= dict.fromkeys(("last_pass", "lookups", "leader", "touched", "together", "received", "seen"), devices + 1)
     sizes |= dict.fromkeys(("e_src", "e_dst", "res", "work", "fill", "gradient_next", "gradient_task"), 4 * size)
     sizes |= dict.fromkeys(("claim_next", "claim_task", "claim_precedence"), 4 * size)
-    sizes |= dict.fromkeys(("g_next", "g_list", "g_place", "g_from", "g_kept", "owned"), 4 * size)
+    sizes |= dict.fromkeys(("g_next", "g_list", "g_place", "g_from", "owned"), 4 * size)
     kinds = Scratch.__annotations__.items()
     fields: dict[str, Any] = {
         name: np.zeros(sizes.get(name, size + 1), np.int64 if "Longs" in str(kind) else np.int32) for name, kind in kinds

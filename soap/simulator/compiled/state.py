@@ -20,12 +20,10 @@ SLOTS, ARENA, DEVICES, SYNCS, PULLS = range(5)
 """Places in ``State.used``: how much of slots, ``arena`` and ``dev`` is used; number of synchronization tasks after the backward pass (sums
 of gradients, and tasks of parameter servers); number of pulls before the forward pass."""
 
-NONE, FORWARD_TILE, AGAIN_TILE, WEIGHTS_TILE, BACKWARD_TILE, OTHER, SYNC_BUCKET, UPDATE_DEVICE, SYNC_DEVICE, SYNC_NORM = range(10)
-ROW = 10
+NONE, FORWARD_TILE, AGAIN_TILE, WEIGHTS_TILE, BACKWARD_TILE, OTHER, UPDATE_DEVICE, ROW = range(8)
 """Kinds of slots (``State.kind``); those up to BACKWARD_TILE are a tile's passes. AGAIN_TILE: its second run. WEIGHTS_TILE: its
 weight gradients, if its backward pass is in two. ROW: the first row that a mark adds, unless that is a second run; further ones follow.
-Slot d is the update of device d. For a SYNC_BUCKET the updates of a set
-of devices wait, for a SYNC_DEVICE that of one device, for a SYNC_NORM those of all devices, beside what is in its row."""
+Slot d is the update of device d."""
 
 NEVER = 1 << 29
 """Added to ``waits`` of a device's update if there is nothing to update."""
@@ -39,22 +37,21 @@ class State(NamedTuple):
 
     By operator: ``variant``, ``replicas``, ``tiles`` (their number), ``dev_ptr`` (where its devices begin in ``dev``), ``tile_slot`` (first
     slot of its tiles), ``own_slot`` and ``own_count`` (slots of its other tasks), ``row`` (where the rows of its forward tiles, then of its
-    other tasks, begin in ``arena``), ``block`` and ``block_end`` (its part of ``arena``), ``sync_row`` (where the rows begin of what waits
-    for its backward tiles' parameter gradients; -1 if nothing does), ``gather_row`` (the same of gathers that wait for its tiles' forward,
-    then backward passes: ``syncs.gathering``), ``loose`` (whether it may have tiles without predecessors). ``divided``: whether its
+    other tasks, begin in ``arena``), ``block`` and ``block_end`` (its part of ``arena``), ``sync_row`` (where the rows begin of what
+    waits for its tiles' forward, then backward passes to keep parameters in step; -1 if nothing does), ``gather_row`` (the same of
+    gathers), ``loose`` (whether it may have tiles without predecessors). ``divided``: whether its
     backward pass is in two. ``marked``: its mark (``marks``); if it runs again, the rows of its second runs come behind those of
     its forward tiles. ``back_row``: by ``GraphTables.reader``, where the rows of that reader's backward tiles begin; ``need_row``: of its
     needs, -1 if they do not count.
 
     ``sync``: by parameter, its code (``SyncCodes``). ``sync_slot``: first slot of the synchronization tasks after the backward pass.
-    ``pull_slot``: first slot of the pulls before the forward pass, and of gathers. ``prefetch``: ``Strategy.prefetch``. ``update_row``: by
-    device, the row of what waits for its update, or -1.
+    ``pull_slot``: first slot of the pulls before the forward pass, and of gathers. ``prefetch``: ``Strategy.prefetch``.
 
     By slot: ``key``, ``subkey`` (stable identity, breaks ties: ``tasks``); ``duration`` in ns; ``launch`` of a tile, in ns; ``latency``
     of a message, in ns, for which it holds nothing; ``overhead`` of communication, in ns, for which it keeps devices busy that have ports
     at its links; ``resource`` (>= 0: in ``static``, else -1 - place in ``arena``) and ``resource_n``; ``waits`` (number of edges into it);
-    ``alive`` (whether it takes place); ``kind``; ``owner`` (operator, -1 after the backward pass); ``index`` (tile, row of another task,
-    group of a sum, or device); ``claim`` of a need: its precedence (``second_runs``); ``moved`` bytes; ``alias`` (the slot that
+    ``alive`` (whether it takes place); ``kind``; ``owner`` (operator, -1 after the backward pass); ``index`` (tile, or row of what waits
+    for another task); ``claim`` of a need: its precedence (``second_runs``); ``moved`` bytes; ``alias`` (the slot that
     replaces this one in a trial, -1 if none does); ``follow``: of a tile's pass, the one behind it on its device (``pass_order``), or 0.
 
     By device: ``head``, the first pass in that order, or 0; ``busy``, ns of all its tiles, forward and backward; ``doubtful``, ns of those
@@ -84,7 +81,6 @@ class State(NamedTuple):
     sync_slot: Ints
     pull_slot: Ints
     prefetch: Ints
-    update_row: Ints
     key: Longs
     subkey: Longs
     duration: Longs
@@ -150,14 +146,14 @@ class SyncTemplates(NamedTuple):
     By template: its rows ``row_ptr[t]:row_ptr[t + 1]``; ``readers``, a set; ``sharers``: into how many parts a region is cut, 0 if readers
     own all of it; ``parts``: how many of these have an owner in each copy, all but in a folded plan; ``inside`` from ``inside_ptr`` on: by
     reader, which of them it owns; ``first_part``: where these parts begin in ``place_ptr``, by which each has its places among all in
-    ``place``: one, in a folded plan those of all for which its owner stands; ``added``; ``even``: whether all readers are
-    accelerators; ``offloads``: whether hosts update; ``by_rows``: whether only rows with a gradient do; ``partitions`` on servers;
-    ``ending``: which of WORKS comes last, or -1; ``wire_bits``: of an element on its way, 0 if as many as its type has; ``limits`` from 2 t
-    on: bytes at which the first bucket closes, and each later one, 0 if regions travel alone. ``told`` and ``asked``, from their ``_ptr``
-    on: source and target of each pair.
+    ``place``: one, in a folded plan those of all for which its owner stands; ``added``; ``offloads``: whether hosts
+    update; ``by_rows``: whether only rows with a gradient do; ``partitions`` on servers; ``limits`` from 2 t on: bytes at which the first
+    bucket closes, and each later one, 0 if regions travel alone. ``told`` and ``asked``, from their ``_ptr`` on: source and target of each
+    pair.
 
-    By row: ``phase``, ``stage``, ``how``, ``amount``, ``apart``, ``large``, ``work``; its items ``item_ptr[r]:item_ptr[r + 1]``: sets of
-    devices, or of an exchange twice the round (and one if its targets add up), source, target and amount of each flow; ``first``: the first
+    By row: ``phase``, ``stage``, ``how``, ``amount``, ``apart``, ``large``, ``work`` (its place in WORKS); its items
+    ``item_ptr[r]:item_ptr[r + 1]``: sets of devices, or of works the devices, or of an exchange twice the round (and one if its targets add
+    up), source, target and amount of each flow; ``first``: the first
     device of what is apart. Amounts: 0 for the whole; 1 + part for what is owned; then those of looked-up rows, from ``amount_ptr[t]`` on:
     ``of``, ``part``, and ``who``: the place of a reader, or the number of readers + that of a leader.
     """
@@ -174,12 +170,9 @@ class SyncTemplates(NamedTuple):
     inside_ptr: Longs
     inside: Ints
     added: Ints
-    even: Ints
     offloads: Ints
     by_rows: Ints
     partitions: Ints
-    ending: Ints
-    wire_bits: Ints
     limits: Longs
     told_ptr: Longs
     told: Ints
@@ -241,7 +234,7 @@ class ShardTables(NamedTuple):
 def make_state(operators: int, readers: int, parameters: int, devices: int, slots: int, arena: int) -> State:
     """Room for a graph's state, with this many slots and places in the arena."""
     sizes = {"used": 8, "dev": arena, "back_row": readers, "need_row": readers, "sync": parameters, "arena": arena, "busy": devices}
-    sizes |= {"sync_slot": 1, "pull_slot": 1, "prefetch": 1, "update_row": devices, "head": devices}
+    sizes |= {"sync_slot": 1, "pull_slot": 1, "prefetch": 1, "head": devices}
     per_operator = {"variant", "replicas", "tiles", "dev_ptr", "tile_slot", "own_slot", "own_count", "row", "block", "block_end"}
     per_operator |= {"sync_row", "gather_row", "loose", "marked", "divided"}
     fields: dict[str, Any] = {"marks": mark_tables()}

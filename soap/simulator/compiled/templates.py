@@ -66,9 +66,8 @@ class Templates:
             self._put(
                 readers=[self._groups.number(readers)], sharers=[sum(map(len, places))], parts=[len(sharing)], added=[found.added],
                 first_part=[self._columns["place_ptr"].size - 1],
-                even=[how.even], offloads=[used.offload], by_rows=[used.contract.by_rows and synchronized],
-                partitions=[found.partitions], ending=[WORKS.index(found.ending) if found.ending else -1],
-                wire_bits=[used.contract.wire_bits or 0], limits=method.limits(self._graph) or (0, 0),
+                offloads=[used.offload], by_rows=[used.contract.by_rows and synchronized],
+                partitions=[found.partitions], limits=method.limits(self._graph) or (0, 0),
                 inside=[group.index(reader) for reader in readers for group in found.copies if reader in group],
                 told=[end for pair in found.told for end in pair], asked=[end for pair in found.asked for end in pair],
             )  # fmt: skip
@@ -91,7 +90,10 @@ class Templates:
         for row in template.rows:
             moved = [(number, adds, *flow) for number, (flows, adds) in enumerate(row.rounds) for flow in flows]
             items = [(2 * number + adds, *ends, amounts.setdefault(own, len(amounts))) for number, adds, *ends, own in moved]
-            sets = [self._groups.number(devices, parted=row.how is not How.SUM) for devices in row.groups]
+            if row.how is How.WORK:
+                (sets,) = row.groups
+            else:
+                sets = tuple(self._groups.number(devices, parted=row.how is not How.SUM) for devices in row.groups)
             self._put(
                 item=[*sets, *(own for item in items for own in item)], amount=[amounts.setdefault(row.amount, len(amounts))],
                 phase=[row.phase], stage=[row.stage], how=[row.how], apart=[row.apart], large=[row.large],

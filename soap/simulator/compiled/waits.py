@@ -9,7 +9,7 @@ from soap.simulator.compiled.graph_arrays import GraphTables, Ints, Longs
 from soap.simulator.compiled.handles import arrays_of
 from soap.simulator.compiled.jit import inlined
 from soap.simulator.compiled.machine_code import entry
-from soap.simulator.compiled.state import Groups, State
+from soap.simulator.compiled.state import State
 from soap.simulator.compiled.trial import TAKEN, Trial
 
 
@@ -23,11 +23,11 @@ class Waits(NamedTuple):
 
 
 @entry
-def note_waits(graph: GraphTables, state: State, groups: Groups, trial: Trial, waits: Waits) -> None:
+def note_waits(graph: GraphTables, state: State, trial: Trial, waits: Waits) -> None:
     """Fill ``waits`` for all tasks of a simulation, in the order in which they were taken. ``at`` then says where each task's end."""
-    G, C, R, T, L = arrays_of(graph), arrays_of(state), arrays_of(groups), arrays_of(trial), arrays_of(waits)
+    G, C, T, L = arrays_of(graph), arrays_of(state), arrays_of(trial), arrays_of(waits)
     for place in range(T.size[TAKEN]):
-        tell_successors(G, C, R, _note, L, T.order[place], place)
+        tell_successors(G, C, _note, L, T.order[place], place)
 
 
 @inlined

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+from soap.plan.syncs.seam import Phase
 from soap.simulator.compiled.communication import begin_joining, forget_sizes, hold_ends, join_flow, round_ns, total_flow
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.rows import INDEX_BYTES, is_sparse
-from soap.simulator.compiled.scratch import FLOWS
-from soap.simulator.compiled.state import PULLS, SLOTS, State
-from soap.simulator.compiled.syncs.alone import pull_region
-from soap.simulator.compiled.syncs.codes import travels_by_rows
-from soap.simulator.compiled.syncs.exchange import add_exchange, begin_exchange, enter_before, new_row
-from soap.simulator.compiled.syncs.gathering import make_gathers
+from soap.simulator.compiled.scratch import FLOWS, USES
+from soap.simulator.compiled.state import PULLS, SLOTS
+from soap.simulator.compiled.syncs.codes import BY_ROWS
+from soap.simulator.compiled.syncs.exchange import add_edge, add_exchange, begin_exchange, install
+from soap.simulator.compiled.syncs.gathering import find_groups, make_gathers
 from soap.simulator.compiled.syncs.members import find_geometry, find_members, is_trained
-from soap.simulator.compiled.syncs.templates import find_template, server_at
+from soap.simulator.compiled.syncs.server_traffic import prepare
+from soap.simulator.compiled.syncs.templates import NO_TASK, find_template, phase_row, put_alone, server_at, write_row
 from soap.simulator.compiled.task_keys import FORWARD, task_key
 from soap.simulator.compiled.world import World
+
+_BEFORE_FORWARD = int(Phase.BEFORE_FORWARD)
 
 
 @compiled
 def make_pulls(W: World) -> None:
-    """Make anew the pulls of rows of sparse parameters, the request for rows before them, and the gathers of values. Call ``count_pulls``
+    """Make anew the pulls of rows of sparse parameters, the request for rows before them, and the gathers of values. Call ``count_rows``
     to count what waits for them."""
     G, D, C, S = W.graph, W.shards, W.state, W.scratch
-    C.pull_slot[0], C.used[PULLS] = C.used[SLOTS], 0
+    first = C.pull_slot[0] = C.used[SLOTS]
+    buckets, uses = find_groups(W)
     for parameter in range(len(G.parameter_dtype)):
         if not is_asked_for(G, C, parameter):
             continue
@@ -31,20 +35,37 @@ def make_pulls(W: World) -> None:
         for shard in range(D.ptr[geometry], D.ptr[geometry + 1]):
             if D.lowest[shard] >= 0:
                 find_members(W, parameter, shard)
-                pull_region(W, 0, find_template(W, parameter, shard), parameter, shard)
-    _ask(W)
-    make_gathers(W)
+                _pull(W, buckets, find_template(W, parameter, shard), parameter, shard)
+    _ask(W, first)
+    make_gathers(W, buckets, uses)
+    install(C, S, C.gather_row, uses, first, 0)
+    C.used[PULLS] = C.used[SLOTS] - first
 
 
 @compiled
 def is_asked_for(G, C, parameter):  # type: ignore[no-untyped-def]
     """Whether devices tell others which rows of a parameter they look up."""
-    return travels_by_rows(C.sync[parameter]) and is_sparse(G, parameter) and is_trained(G, parameter)
+    return C.sync[parameter] & BY_ROWS != 0 and is_sparse(G, parameter) and is_trained(G, parameter)
 
 
 @compiled
-def _ask(W):  # type: ignore[no-untyped-def]
-    """Add the request for rows (``plan.syncs.asking``), in the slot after the pulls, which wait for it."""
+def _pull(W, bucket, template, parameter, shard):  # type: ignore[no-untyped-def]
+    """Add the task that pulls the rows of a region before the forward pass, if anything travels. ``bucket``: free for use here."""
+    C, S, row = W.state, W.scratch, phase_row(W.templates, template, _BEFORE_FORWARD)
+    if row < 0:
+        return
+    prepare(W, template, parameter, shard)
+    put_alone(W, bucket, template, parameter, shard)
+    slot = write_row(W, bucket, row)
+    for i in range(S.count[USES] if slot != NO_TASK else 0):
+        op = C.owner[S.use_slot[i]]
+        C.owner[slot] = C.owner[S.use_slot[0]]
+        add_edge(S, slot, S.use_slot[i] - C.tiles[op])  # a tile's forward pass is ``tiles`` slots before its backward pass
+
+
+@compiled
+def _ask(W, first):  # type: ignore[no-untyped-def]
+    """Add the request for rows (``plan.syncs.asking``). The pulls, from slot ``first`` on, wait for it."""
     G, K, D, C, S = W.graph, W.cluster, W.shards, W.state, W.scratch
     begin_exchange(S)
     duration = moved = 0
@@ -65,12 +86,10 @@ def _ask(W):  # type: ignore[no-untyped-def]
             duration, moved = duration + counted_ns + round_ns(K, S, 0), moved + counted
     if duration == 0:
         return
-    pulls = C.used[PULLS]
-    row = new_row(C, pulls)
-    for i in range(pulls):
-        C.arena[row + 2 + i] = C.pull_slot[0] + i
-    add_exchange(W, C.used[SLOTS], task_key(FORWARD, 0, 0, 0, 0, 0), duration, moved)
-    C.overhead[enter_before(C, -1, row)] = 0
+    slot = add_exchange(W, task_key(FORWARD, 0, 0, 0, 0, 0), duration, moved)
+    C.overhead[slot] = 0
+    for pull in range(first, slot):
+        add_edge(S, slot, pull)
 
 
 @compiled
@@ -87,12 +106,3 @@ def _join_asked(W, parameter, shard, stamp, within):  # type: ignore[no-untyped-
             target = server_at(W, parameter, shard, -1 - target)
         if source != target:
             join_flow(S, stamp, devices, source, target, INDEX_BYTES)
-
-
-@compiled
-def count_pulls(C: State, sign: int) -> None:
-    """Count (1) or stop counting (-1) the edges from pulls, and from the request, in what their targets wait for."""
-    for slot in range(C.pull_slot[0], C.pull_slot[0] + C.used[PULLS]):
-        row = C.index[slot]
-        for i in range(C.arena[row], C.arena[row + 1]):
-            C.waits[C.arena[i]] += sign

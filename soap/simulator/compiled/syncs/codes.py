@@ -2,8 +2,8 @@
 
 A code has what compiled code needs of a method's contract, so that no code asks which method it is. From the lowest bit on: whether rows
 travel; whether servers own the parameter; whether local aggregation is used; whether gradients are compressed; whether readers own parts;
-whether they have values only for their uses; whether owners update in their host's memory; bits of an element on its way (0: as many as
-its type has); the method's number; partitions less one, or, of a compression, its number (``SyncCodes``). The default, an all-reduce, is 0.
+whether they have values only for their uses; whether owners update in their host's memory; the method's number; partitions less one, or,
+of a compression, its number (``SyncCodes``). The default, an all-reduce, is 0.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from soap.errors import StrategyError
 from soap.model.graph import OperatorGraph
 from soap.simulator.compiled.graph_arrays import Ints
 from soap.simulator.compiled.jit import compiled
+from soap.simulator.compiled.state import State
 from soap.strategy.compression import Compression
 from soap.strategy.config import Strategy, SyncConfig
 from soap.strategy.sync_contracts import METHODS
@@ -23,8 +24,9 @@ from soap.strategy.sync_contracts import METHODS
 FIELDS = ("owner", "payload", "residence", "within", "partitions", "compression", "offload")
 """The fields of a ``SyncConfig``, all of which are in its code."""
 
-_ROWS, _SERVERS, _HOSTS, _COMPRESSED, _PARTS, _GATHERED, _OFFLOAD, _WIRE, _METHOD, _PARTITIONS = 0, 1, 2, 3, 4, 5, 6, 7, 15, 19
-"""The lowest bit of each part of a code."""
+BY_ROWS, SERVED, LOCAL, COMPRESSED, PARTED, GATHERED, OFFLOADED = (1 << bit for bit in range(7))
+_METHOD, _PARTITIONS = 7, 11
+"""The flags, and the lowest bit of each other part of a code."""
 
 MOST_SETTINGS = 1 << 12
 
@@ -50,10 +52,9 @@ class SyncCodes:
         contract, number = sync.contract, sync.partitions - 1
         if sync.compression is not None:
             number = self.settings_number(sync.compression)
-        code = number << _PARTITIONS | METHODS.index(contract) << _METHOD | (contract.wire_bits or 0) << _WIRE
-        code |= sync.offload << _OFFLOAD | contract.compresses << _COMPRESSED
-        code |= (contract.owner == "parts") << _PARTS | contract.gathers_values << _GATHERED
-        code |= (sync.within == "host") << _HOSTS | contract.has_servers << _SERVERS | contract.by_rows << _ROWS
+        code = number << _PARTITIONS | METHODS.index(contract) << _METHOD
+        code |= BY_ROWS * contract.by_rows | SERVED * contract.has_servers | LOCAL * (sync.within == "host") | OFFLOADED * sync.offload
+        code |= COMPRESSED * contract.compresses | PARTED * (contract.owner == "parts") | GATHERED * contract.gathers_values
         self._known[sync], self._syncs[code] = code, sync
         return code
 
@@ -78,67 +79,9 @@ class SyncCodes:
 
 
 @compiled
-def travels_by_rows(code: int) -> bool:
-    """Whether only the rows that are looked up travel."""
-    return code & 1 == 1
-
-
-@compiled
-def has_server(code: int) -> bool:
-    """Whether parameter servers own the parameter."""
-    return code >> _SERVERS & 1 == 1
-
-
-@compiled
-def sums_in_place(code: int) -> bool:
-    """Whether readers sum dense gradients in buffers."""
-    return code & 27 == 0
-
-
-@compiled
-def is_dealt_out(code: int) -> bool:
-    """Whether each of several readers owns a part."""
-    return code >> _PARTS & 1 == 1
-
-
-@compiled
-def is_gathered(code: int) -> bool:
-    """Whether readers have dense values only for their uses."""
-    return code >> _GATHERED & 1 == 1
-
-
-@compiled
-def offloads(code: int) -> bool:
-    """Whether owners keep the optimizer's state in their host's memory, and it is updated there."""
-    return code >> _OFFLOAD & 1 == 1
-
-
-@compiled
-def is_alone(code: int) -> bool:
-    """Whether each region travels by itself: by rows, or to servers and back."""
-    return code & 3 != 0
-
-
-@compiled
-def is_compressed(code: int) -> bool:
-    """Whether gradients travel compressed, where there are several peers."""
-    return code & 8 == 8
-
-
-@compiled
-def is_local(code: int) -> bool:
-    """Whether a host's devices communicate together, through one of them (local aggregation)."""
-    return code >> _HOSTS & 1 == 1
-
-
-@compiled
-def is_as_it_travels(code: int) -> bool:
-    """Whether gradients travel in the type in which they are kept."""
-    return code >> _WIRE & 255 == 0
-
-
-@compiled
-def wire_bytes(code: int, gradient_bytes: int, itemsize: int) -> int:
-    """Bytes that ``gradient_bytes`` of gradients take on their way: the counterpart of ``plan.syncs.bucketing.wire_bytes``."""
-    bits = code >> _WIRE & 255
-    return gradient_bytes if bits == 0 else (gradient_bytes // itemsize * bits + 7) // 8
+def first_with(C: State, flag: int) -> int:
+    """The first parameter whose code has a flag; -1 if none has it."""
+    for parameter in range(len(C.sync) - 1):
+        if C.sync[parameter] & flag:
+            return parameter
+    return -1

@@ -14,12 +14,10 @@ from soap.simulator.compiled.arrays import fill
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.marks import is_made_again, runs_again
 from soap.simulator.compiled.scratch import EDGES, FULL, STAMP, TASKS, USES, Scratch
-from soap.simulator.compiled.state import ARENA, SLOTS
-from soap.simulator.compiled.syncs.codes import is_gathered
-from soap.simulator.compiled.syncs.exchange import add_sync_edge, enter_before, new_row
+from soap.simulator.compiled.syncs.codes import GATHERED
+from soap.simulator.compiled.syncs.exchange import add_edge
 from soap.simulator.compiled.syncs.members import find_geometry, find_members, first_user_with_gradient, is_used
 from soap.simulator.compiled.syncs.templates import find_template, phase_row, put_into_bucket, write_row
-from soap.simulator.compiled.task_keys import STATE_FULL
 from soap.simulator.compiled.world import World
 
 _BEFORE_FORWARD, _BEFORE_BACKWARD = int(Phase.BEFORE_FORWARD), int(Phase.BEFORE_BACKWARD)
@@ -37,30 +35,18 @@ def reads_gathered(W: World, op: int) -> bool:
     G, C = W.graph, W.state
     found = False
     for k in range(G.parameter_ptr[op], G.parameter_ptr[op + 1]):
-        found |= is_gathered(C.sync[G.parameter[k]])
+        found |= C.sync[G.parameter[k]] & GATHERED != 0
     return found
 
 
 @compiled
-def first_gathered(W: World) -> int:
-    """The first parameter whose values are gathered for their uses; -1 if there is none."""
-    C = W.state
-    for parameter in range(len(W.graph.parameter_dtype)):
-        if is_gathered(C.sync[parameter]):
-            return parameter
-    return -1
-
-
-@compiled
-def make_gathers(W: World) -> None:
-    """Add all gathers, and make the rows of what waits for their tiles anew."""
-    C = W.state
-    fill(C.gather_row, 0, len(C.gather_row), -1)
-    buckets, uses = find_groups(W)
+def make_gathers(W: World, buckets: int, uses: int) -> None:
+    """Add all gathers. ``buckets``, ``uses``: from ``find_groups``."""
     if buckets > 0:
         find_next(W, buckets)
         _add_gathers(W, buckets, uses)
-        _add_rows(W, buckets, uses)
+        for use in range(uses):
+            _follow_use(W, buckets, use)
 
 
 @compiled
@@ -70,7 +56,7 @@ def find_groups(W: World) -> tuple[int, int]:
     G, C, S = W.graph, W.state, W.scratch
     some = False
     for parameter in range(len(G.parameter_dtype)):
-        if is_gathered(C.sync[parameter]) and is_used(G, parameter):
+        if C.sync[parameter] & GATHERED and is_used(G, parameter):
             find_geometry(W, parameter)
             some = True
     S.count[EDGES] = S.count[TASKS] = 0
@@ -89,7 +75,7 @@ def _fill_buckets(W):  # type: ignore[no-untyped-def]
     for op in range(len(G.backward) - 1, -1, -1):
         for k in range(G.parameter_ptr[op], G.parameter_ptr[op + 1]):
             parameter = G.parameter[k]
-            if not is_gathered(C.sync[parameter]):
+            if not C.sync[parameter] & GATHERED:
                 continue
             geometry, first_user = S.geometry[parameter], G.user_ptr[parameter]
             if G.trainable[parameter] and first_user_with_gradient(D, geometry) < 0:
@@ -103,7 +89,7 @@ def _fill_buckets(W):  # type: ignore[no-untyped-def]
                 if phase_row(W.templates, template, _BEFORE_FORWARD) >= 0:
                     bucket = put_into_bucket(W, template, parameter, shard, opened)
                     for i in range(S.count[USES]):
-                        add_sync_edge(S, S.use_slot[i], bucket)
+                        add_edge(S, S.use_slot[i], bucket)
 
 
 @compiled
@@ -219,92 +205,40 @@ def _is_over(S, buckets, earlier, item):  # type: ignore[no-untyped-def]
 
 @compiled
 def _add_gathers(W, buckets, uses):  # type: ignore[no-untyped-def]
-    """Add the tasks, in slots from ``g_slot`` on by item, for which the tiles that use their values wait."""
+    """Add the tasks, in the slots ``g_slot`` by item, for which the tiles that use their values wait."""
     C, S = W.state, W.scratch
-    items = 2 * buckets
-    fill(S.g_count, 0, items, 0)
-    for i in range(uses):
-        S.g_count[S.e_dst[i]] += 1
-        S.g_count[buckets + S.e_dst[i]] += C.alive[S.e_src[i]] * (2 if runs_again(C, C.owner[S.e_src[i]]) else 1)
     for i in range(ordered(S, buckets)):
         item = S.g_order[i]
-        bucket = item % buckets
-        phase = _BEFORE_FORWARD if item < buckets else _BEFORE_BACKWARD
-        write_row(W, bucket, phase_row(W.templates, S.bucket_template[bucket], phase), C.used[SLOTS])
-        row = new_row(C, S.g_count[item])
-        S.g_slot[item] = enter_before(C, S.g_first[bucket], row)
-        S.g_count[item] = row + 2  # where the next successor goes
+        bucket, phase = item % buckets, _BEFORE_FORWARD if item < buckets else _BEFORE_BACKWARD
+        S.g_slot[item] = write_row(W, bucket, phase_row(W.templates, S.bucket_template[bucket], phase))
+        C.owner[S.g_slot[item]] = S.g_first[bucket]
     for i in range(uses):
         slot, bucket = S.e_src[i], S.e_dst[i]
-        C.arena[S.g_count[bucket]] = slot - C.tiles[C.owner[slot]]  # a tile's forward pass is ``tiles`` slots before its backward pass
-        S.g_count[bucket] += 1
+        op = C.owner[slot]
+        add_edge(S, S.g_slot[bucket], slot - C.tiles[op])  # a tile's forward pass is ``tiles`` slots before its backward pass
         if C.alive[slot] and S.g_last[bucket] >= 0:
-            C.arena[S.g_count[buckets + bucket]] = slot
-            S.g_count[buckets + bucket] += 1
-            op = C.owner[slot]
+            add_edge(S, S.g_slot[buckets + bucket], slot)
             if runs_again(C, op):  # its second run
-                C.arena[S.g_count[buckets + bucket]] = slot + (C.marks.again_block[C.marked[op]] - 1) * C.tiles[op]
-                S.g_count[buckets + bucket] += 1
+                add_edge(S, S.g_slot[buckets + bucket], slot + (C.marks.again_block[C.marked[op]] - 1) * C.tiles[op])
 
 
 @compiled
-def _follow_use(W, buckets, use, writes):  # type: ignore[no-untyped-def]
-    """Count the gathers that wait for a use, or (``writes``) write them down: for its forward pass its own bucket's next gather and others,
-    for its backward pass others. ``use``: place among the edges."""
+def _follow_use(W, buckets, use):  # type: ignore[no-untyped-def]
+    """Let gathers wait for a use: for its forward pass its own bucket's next gather and others, for its backward pass others. ``use``: an
+    edge's number."""
     C, S = W.state, W.scratch
     slot, bucket = S.e_src[use], S.e_dst[use]
-    op = C.owner[slot]
-    device, items = C.dev[C.dev_ptr[op] + C.index[slot]], 2 * buckets
-    backward = C.gather_row[op] + 1 + slot - C.tile_slot[op]  # one later than its row
-    forward = backward - C.tiles[op]
+    op, items = C.owner[slot], 2 * buckets
+    device, forward = C.dev[C.dev_ptr[op] + C.index[slot]], slot - C.tiles[op]
     if S.g_last[bucket] >= 0:
-        _follow(C, S, forward, buckets + bucket, writes)
+        add_edge(S, forward, S.g_slot[buckets + bucket])
     for own in range(bucket, items if not stays(W) else 0, buckets):
         at = S.g_place[own * len(C.busy) + device]
         place = at + C.prefetch[0] + 1
         while at >= 0 and place < S.settling[device] and S.g_from[device * items + place] <= at:
             item = S.g_list[device * items + place]
             if own < buckets and item != buckets + bucket and (item >= buckets or op < S.g_first[item]):
-                _follow(C, S, forward, item, writes)
+                add_edge(S, forward, S.g_slot[item])
             elif own >= buckets and C.alive[slot] and op > S.g_last[item - buckets]:
-                _follow(C, S, backward, item, writes)
+                add_edge(S, slot, S.g_slot[item])
             place += 1
-
-
-@compiled
-def _add_rows(W, buckets, uses):  # type: ignore[no-untyped-def]
-    """Write the rows of what waits for tiles, by operator, and count what gathers wait for."""
-    C, S = W.state, W.scratch
-    at = C.used[ARENA]
-    for i in range(uses):
-        op = C.owner[S.e_src[i]]
-        if C.gather_row[op] < 0:
-            C.gather_row[op] = at
-            if at + 2 * C.tiles[op] + 1 > len(C.arena):
-                raise MemoryError(STATE_FULL)
-            fill(C.arena, at, at + 2 * C.tiles[op] + 1, 0)
-            at += 2 * C.tiles[op] + 1
-    for i in range(uses):
-        _follow_use(W, buckets, i, False)
-    for op in range(len(C.sync_row) - 1):
-        row = C.gather_row[op]
-        if row >= 0:
-            C.arena[row] = at
-            for place in range(row + 1, row + 2 * C.tiles[op] + 1):
-                count = C.arena[place]
-                C.arena[place] = at  # it advances to the row's end while the row is filled
-                at += count
-    if at > len(C.arena):
-        raise MemoryError(STATE_FULL)
-    for i in range(uses):
-        _follow_use(W, buckets, i, True)
-    C.used[ARENA] = at
-
-
-@compiled
-def _follow(C, S, place, item, writes):  # type: ignore[no-untyped-def]
-    """Let an item wait for the pass whose row ends at ``place``, or count it there."""
-    if writes:
-        C.arena[C.arena[place]] = S.g_slot[item]
-        C.waits[S.g_slot[item]] += 1
-    C.arena[place] += 1

@@ -10,7 +10,7 @@ from soap.simulator.compiled.communication import find_list
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.scratch import FULL, STAMP, USES
 from soap.simulator.compiled.state import ShardTables
-from soap.simulator.compiled.syncs.codes import is_compressed, is_local
+from soap.simulator.compiled.syncs.codes import COMPRESSED, LOCAL
 from soap.simulator.compiled.variants import CELLS, GEOMETRIES, LOOKUPS
 from soap.simulator.compiled.world import World
 
@@ -117,7 +117,7 @@ def find_leaders(W: World, code: int) -> None:
     """Fill ``leader``: for each reader, the place of the reader that communicates for it: its own, or with local aggregation that of the
     first one of its host; and ``peers``. Call it after ``find_members``."""
     K, S = W.cluster, W.scratch
-    local, n = is_local(code), 0
+    local, n = code & LOCAL, 0
     S.count[STAMP] += 1
     for i in range(S.members[0]):
         S.leader[i] = i
@@ -136,7 +136,7 @@ def find_leaders(W: World, code: int) -> None:
 def compresses(W: World, code: int) -> bool:
     """Whether a shard's gradients are compressed: if the method does that, and several peers exchange them. Call it after
     ``find_members``; then ``find_leaders`` need not be called."""
-    if not is_compressed(code):
+    if not code & COMPRESSED:
         return False
     find_leaders(W, code)
     return bool(W.scratch.peers[0] > 1)

@@ -6,18 +6,14 @@
 
 from __future__ import annotations
 
-from soap.simulator.communication.offloading import DOWN, OFFLOADING_NS, ON_HOST, STAGES, UP
+from soap.simulator.communication.offloading import OFFLOADING_NS, ON_HOST, STAGES
 from soap.simulator.compiled.communication import nanoseconds
 from soap.simulator.compiled.graph_arrays import ClusterTables
 from soap.simulator.compiled.jit import compiled
-from soap.simulator.compiled.scratch import TASKS
-from soap.simulator.compiled.state import OTHER
-from soap.simulator.compiled.syncs.exchange import new_row
+from soap.simulator.compiled.syncs.exchange import add_edge, new_task
 from soap.simulator.compiled.syncs.pricing import price_ns
-from soap.simulator.compiled.task_keys import STATE_FULL, UPDATE, set_key, task_key
+from soap.simulator.compiled.task_keys import UPDATE, task_key
 from soap.simulator.compiled.world import World
-
-_DOWN_STAGE, _HOST_STAGE, _UP_STAGE = STAGES
 
 
 @compiled
@@ -45,29 +41,16 @@ def offload(W: World, device: int, size: int) -> None:
 
 
 @compiled
-def add_offload(W: World, device: int, slot0: int, followers: int) -> int:
-    """Add a device's copy to its host, the host's update and the copy back, each waiting for the one before. The first one's row is the
-    caller's to write. Returns the row of what waits for the last one, with room for ``followers``."""
+def add_offloads(W: World) -> None:
+    """Behind the updates of devices that offload, add the copies to hosts, the hosts' updates and the copies back: each waits for the one
+    before. ``lifting``: by device, the last one."""
     K, C, S = W.cluster, W.state, W.scratch
-    slot = slot0 + S.count[TASKS]
-    if slot + 3 > len(C.key):
-        raise MemoryError(STATE_FULL)
-    S.count[TASKS] += 3
-    copied = copied_ns(K, device, S.offloaded[device])
-    _add(W, slot, device, DOWN, _DOWN_STAGE, copied)
-    _add(W, slot + 1, device, ON_HOST, _HOST_STAGE, S.on_host[device])
-    _add(W, slot + 2, device, UP, _UP_STAGE, copied)
-    for place in range(2):
-        C.index[slot + place] = new_row(C, 1)
-        C.arena[C.index[slot + place] + 2] = slot + place + 1
-    C.index[slot + 2] = new_row(C, followers)
-    return C.index[slot + 2]
-
-
-@compiled
-def _add(W, slot, device, place, stage, duration):  # type: ignore[no-untyped-def]
-    C = W.state
-    set_key(C, slot, task_key(UPDATE, device, stage, 0, 0, 0))
-    C.duration[slot], C.latency[slot], C.overhead[slot], C.moved[slot], C.alive[slot] = duration, 0, 0, 0, 1
-    C.resource[slot], C.resource_n[slot] = lift(W.cluster, device, place)
-    C.kind[slot], C.owner[slot], C.waits[slot] = OTHER, -1, 1
+    for device in range(len(C.busy)):
+        S.lifting[device] = device
+        copied = copied_ns(K, device, S.offloaded[device])
+        for place in range(3 if S.offloaded[device] > 0 else 0):
+            slot = new_task(C, task_key(UPDATE, device, STAGES[place], 0, 0, 0))
+            C.duration[slot] = S.on_host[device] if place == ON_HOST else copied
+            C.resource[slot], C.resource_n[slot] = lift(K, device, place)
+            add_edge(S, S.lifting[device], slot)
+            S.lifting[device] = slot

@@ -2,8 +2,8 @@
 
 A template says which devices move which amounts (``plan.syncs.seam.Template``); here these get their bytes and prices. The counterpart of
 ``seam.steps_of`` and of ``communication.synchronizing``. A bucket's ``t_bytes`` are all its gradients; what each of its template's parts
-has of it is in ``owned``, from ``owned_ptr[bucket]`` on. Of a compressed bucket, ``owned`` are the sums of its shards' columns in
-``effort``; these are ``packed_first[bucket]``, then ``packed_next`` of each, to ``packed_last``: ``packed_parameter``, ``packed_shard``.
+has of it is in ``owned``, from ``owned_ptr[bucket]`` on; of a compressed bucket, the sums of its shards' columns in ``effort``. Its
+tasks that wait for gradients are ``first_count[bucket]`` from ``first_task[bucket]`` on.
 """
 
 from __future__ import annotations
@@ -15,15 +15,21 @@ from soap.simulator.compiled.communication import add_flow, allreduce, begin_joi
 from soap.simulator.compiled.effort import MESSAGES, OF_TYPES, SETTINGS, TYPE_COLUMNS
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.rows import INDEX_BYTES, part_of_rows
-from soap.simulator.compiled.scratch import FULL, PACKED_SHARDS, TASKS
-from soap.simulator.compiled.state import OTHER, SYNC_BUCKET, ShardTables, SyncTemplates
-from soap.simulator.compiled.syncs.exchange import add_exchange, begin_exchange, new_row, round_of_flows
+from soap.simulator.compiled.scratch import FULL, NORM, PACKED_SHARDS, TASKS
+from soap.simulator.compiled.state import ARENA, SLOTS, ShardTables, SyncTemplates
+from soap.simulator.compiled.syncs.exchange import add_edge, add_exchange, begin_exchange, new_task, round_of_flows
 from soap.simulator.compiled.syncs.members import compresses
-from soap.simulator.compiled.task_keys import STATE_FULL, SYNC, set_key, task_key
+from soap.simulator.compiled.syncs.server_traffic import owner_ns
+from soap.simulator.compiled.task_keys import STATE_FULL, SYNC, UPDATE, task_key
 from soap.simulator.compiled.world import World
 
-_SUM, _EXCHANGE, _AFTER_BACKWARD = int(How.SUM), int(How.EXCHANGE), int(Phase.AFTER_BACKWARD)
-_VALUES, _INDICES, _MESSAGE = int(Of.VALUES), int(Of.INDICES), int(Of.MESSAGE)
+_SUM, _EXCHANGE, _WORK, _SERVE = int(How.SUM), int(How.EXCHANGE), int(How.WORK), int(How.SERVE)
+_AFTER_BACKWARD, _VALUES, _INDICES, _MESSAGE = int(Phase.AFTER_BACKWARD), int(Of.VALUES), int(Of.INDICES), int(Of.MESSAGE)
+
+NO_TASK = -1
+
+_GRADIENTS, _TASKS, _UPDATES = range(3)
+"""For which of these a row's tasks wait."""
 
 
 @compiled
@@ -46,6 +52,12 @@ def phase_row(Y: SyncTemplates, template: int, phase: int) -> int:
         if Y.phase[row] == phase:
             return row
     return -1
+
+
+@compiled
+def is_alone(Y: SyncTemplates, template: int) -> bool:
+    """Whether each region travels by itself, behind the backward pass."""
+    return Y.limits[2 * template] == 0 and phase_row(Y, template, _AFTER_BACKWARD) >= 0
 
 
 @compiled
@@ -90,14 +102,15 @@ def put_into_bucket(W: World, template: int, parameter: int, shard: int, opened:
         S.t_res_n[bucket], S.t_res[bucket] = Y.readers[template], parameter
         S.bucket_region[bucket] = shard - D.ptr[S.geometry[parameter]]
         fill(S.owned, first, first + parts, 0)
-        S.owned_ptr[bucket + 1], S.packed_first[bucket] = first + parts, -1
+        S.owned_ptr[bucket + 1] = first + parts
         S.count[TASKS] = bucket + 1
         S.bucket_of[place] = bucket
     S.t_bytes[bucket] += D.bytes[shard]
-    if is_packed:
-        _pack(W, bucket, parameter, shard)
-    for part in range(0 if is_packed else parts):
-        S.owned[S.owned_ptr[bucket] + part] += part_bytes(W, template, parameter, shard, part)
+    effort = find_effort(W, parameter, shard) if is_packed else 0
+    S.count[PACKED_SHARDS] += is_packed
+    for part in range(parts):
+        own = D.effort[effort + part] if is_packed else part_bytes(W, template, parameter, shard, part)
+        S.owned[S.owned_ptr[bucket] + part] += own
     if S.t_bytes[bucket] >= S.bucket_limit[place]:
         S.bucket_of[place], S.bucket_limit[place] = -1, Y.limits[2 * template + 1]
     return bucket
@@ -121,14 +134,6 @@ def largest_part(W: World, bucket: int) -> int:
 
 
 @compiled
-def bucket_bytes(W: World, bucket: int) -> int:
-    """Bytes of a reader's buffer of all gradients, or of all values that it gathers, with padding if its parts are even."""
-    S, Y = W.scratch, W.templates
-    template = S.bucket_template[bucket]
-    return Y.sharers[template] * largest_part(W, bucket) if Y.even[template] else S.t_bytes[bucket]
-
-
-@compiled
 def put_alone(W: World, bucket: int, template: int, parameter: int, shard: int) -> None:
     """Make a bucket of one shard, for ``write_row``. Call ``prepare`` before that if its amounts are those of rows."""
     D, S, Y = W.shards, W.scratch, W.templates
@@ -148,8 +153,7 @@ def _amount(W, bucket, amount):  # type: ignore[no-untyped-def]
         return _rows_bytes(W, bucket, Y.amount_ptr[template] + amount - Y.parts[template] - 1)
     if amount > 0:
         return S.owned[S.owned_ptr[bucket] + amount - 1]
-    bits, size = Y.wire_bits[template], S.t_bytes[bucket]
-    return size if bits == 0 else (size // W.graph.parameter_itemsize[S.t_res[bucket]] * bits + 7) // 8
+    return S.t_bytes[bucket]
 
 
 @compiled
@@ -169,36 +173,37 @@ def _rows_bytes(W, bucket, k):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def write_row(W: World, bucket: int, row: int, slot: int) -> bool:
-    """Write the task of a bucket's row into a slot, but for what waits for it, and whether it takes place."""
+def write_row(W: World, bucket: int, row: int) -> int:
+    """Enter the task of a bucket's row that moves something, but for its edges; returns its slot, or -1 if there is nothing to move."""
     K, R, C, S, Y = W.cluster, W.groups, W.state, W.scratch, W.templates
     first, last = Y.item_ptr[row], Y.item_ptr[row + 1]
-    key = task_key(SYNC, S.t_res[bucket], Y.stage[row], S.bucket_region[bucket], Y.first[row], 0)
     if Y.how[row] == _SUM:
         size, group = _amount(W, bucket, Y.amount[row]), Y.item[first]
         if size == 0:
-            return False
-        if slot + 1 > len(C.key):
-            raise MemoryError(STATE_FULL)
-        members = R.sets.ptr[group + 1] - R.sets.ptr[group]
+            return -1
+        slot, members = new_task(C, _key(W, bucket, row, Y.first[row], 0)), R.sets.ptr[group + 1] - R.sets.ptr[group]
         duration, way = allreduce(R, group, size)
-        set_key(C, slot, key)
         C.duration[slot], C.resource[slot], C.resource_n[slot] = duration, R.resource[way], R.resource_n[way]
-        C.latency[slot], C.overhead[slot], C.moved[slot] = 0, sum_overhead_ns(K, members, duration), 2 * (R.members[group] - 1) * size
-        return True
+        C.overhead[slot], C.moved[slot] = sum_overhead_ns(K, members, duration), 2 * (R.members[group] - 1) * size
+        return slot
     begin_exchange(S)
     if Y.how[row] == _EXCHANGE:
         duration, moved = _rounds(W, bucket, row)
         if duration == 0:
-            return False
+            return -1
     else:
         duration, moved = 0, 0
         sharers = Y.sharers[S.bucket_template[bucket]]
         size = sharers * largest_part(W, bucket)
         for i in range(first, last):
             duration, moved = max(duration, parted_ns(R, S, Y.item[i], size)), moved + (sharers - 1) * size
-    add_exchange(W, slot, key, duration, moved)
-    return True
+    return add_exchange(W, _key(W, bucket, row, 0, 0), duration, moved)
+
+
+@compiled
+def _key(W, bucket, row, device, partition):  # type: ignore[no-untyped-def]
+    S = W.scratch
+    return task_key(SYNC, S.t_res[bucket], W.templates.stage[row], S.bucket_region[bucket], device, partition)
 
 
 @compiled
@@ -239,63 +244,119 @@ def server_at(W: World, parameter: int, shard: int, partition: int) -> int:
 
 
 @compiled
-def add_rows(W: World, bucket: int, phase: int, slot: int, slot0: int) -> None:
-    """Add the tasks of a bucket's rows of a phase: the first one in ``slot``, the others behind the ``count[TASKS]`` tasks from ``slot0``
-    on. Behind the backward pass the owners' updates wait for the last ones."""
+def add_rows(W: World, bucket: int) -> None:
+    """Add the tasks of a bucket's rows behind the backward pass: each waits for the row before it, or all rows before it that are
+    ``apart``; the first ones wait for gradients (``first_task``). The owners' updates wait for the last ones of that phase, or if all
+    devices learn the norm of gradients this does, and servers wait for it. What follows the updates waits for them."""
     R, C, S, Y = W.groups, W.state, W.scratch, W.templates
-    last = Y.row_ptr[S.bucket_template[bucket] + 1]
-    row, before, waited, large = phase_row(Y, S.bucket_template[bucket], phase), slot, 0, False
-    while 0 <= row < last and Y.phase[row] == phase:
-        end = row + 1
+    template, before, waited, source, phase = S.bucket_template[bucket], NO_TASK, 0, _GRADIENTS, _AFTER_BACKWARD
+    row, last = phase_row(Y, template, _AFTER_BACKWARD), Y.row_ptr[template + 1]
+    S.first_count[bucket] = 0
+    while row < last:
+        if Y.phase[row] > phase == _AFTER_BACKWARD:
+            _end_backward(W, bucket, before, waited)
+            if Y.partitions[template] == 0:
+                source = _UPDATES
+            elif S.count[NORM] != NO_TASK:
+                before, waited, source = S.count[NORM], 1, _TASKS
+        phase, first, end = Y.phase[row], C.used[SLOTS], row + 1
         while Y.apart[row] and end < last and Y.phase[end] == phase and Y.apart[end]:
             end += 1
-        first, count = slot if waited == 0 else slot0 + S.count[TASKS], 0
         for own in range(row, end):
-            if write_row(W, bucket, own, first + count):
-                C.waits[first + count], C.alive[first + count], C.owner[first + count] = waited, 1, -1
-                if phase == _AFTER_BACKWARD:
-                    C.kind[first + count] = SYNC_BUCKET
-                    C.index[first + count] = Y.item[Y.item_ptr[own]] if Y.apart[own] else _owners(W, bucket)
-                else:
-                    C.kind[first + count], C.index[first + count] = OTHER, new_row(C, 0)
-                count += 1
+            _add_tasks(W, bucket, own, first)
+        count = C.used[SLOTS] - first
+        for slot in range(first, first + count):
+            for own in range(before, before + waited if source == _TASKS else before):
+                add_edge(S, C.index[own], slot)
+            if source == _UPDATES:
+                _follow_updates(W, bucket, slot)
+            if Y.how[row] == _WORK and (Y.work[row] > 0 or W.shards.clips[0]):
+                add_edge(S, settled(C, S, C.resource[slot]), slot)
+            if Y.large[row]:
+                cut_sum(R, C, S, slot)
         if count > 0:
-            if waited > 0:
-                S.count[TASKS] += count
-                _follow(C, before, waited, first, count)
-                _cut_large(R, C, S, before, waited if large else 0, slot0)
-            before, waited, large = first, count, Y.large[row] == 1
+            if source == _GRADIENTS:
+                S.first_task[bucket], S.first_count[bucket] = first, count
+            before, waited, source = first, count, _TASKS
         row = end
-    _cut_large(R, C, S, before, waited if large else 0, slot0)
+    if phase == _AFTER_BACKWARD:
+        _end_backward(W, bucket, before, waited)
 
 
 @compiled
-def _cut_large(R, C, S, first, count, slot0):  # type: ignore[no-untyped-def]
-    for slot in range(first, first + count):
-        cut_sum(R, C, S, slot, slot0)
+def _add_tasks(W, bucket, row, first):  # type: ignore[no-untyped-def]
+    """Enter the tasks of a row, and note it in ``work``, from slot ``first`` on."""
+    K, C, S, Y = W.cluster, W.state, W.scratch, W.templates
+    begin = C.used[SLOTS]
+    if Y.how[row] == _WORK:
+        for i in range(Y.item_ptr[row], Y.item_ptr[row + 1]):
+            slot, device = new_task(C, _key(W, bucket, row, Y.item[i], 0)), Y.item[i]
+            C.duration[slot] = S.owned[S.owned_ptr[bucket] + OF_TYPES + TYPE_COLUMNS * K.device_type[device] + Y.work[row]]
+            C.resource[slot], C.resource_n[slot] = device, 1
+    elif Y.how[row] == _SERVE:
+        _serve(W, bucket, row)
+    else:
+        write_row(W, bucket, row)
+    if C.used[SLOTS] - first > len(S.work):
+        raise MemoryError(FULL)
+    fill(S.work, begin - first, C.used[SLOTS] - first, row)
 
 
 @compiled
-def _follow(C, before, waited, first, count):  # type: ignore[no-untyped-def]
-    """Let ``count`` tasks from ``first`` on wait for the ``waited`` ones from ``before`` on."""
-    behind = new_row(C, count)
-    for k in range(count):
-        C.arena[behind + 2 + k] = first + k
-    for slot in range(before, before + waited):
-        C.kind[slot], C.index[slot] = OTHER, behind
+def _serve(W, bucket, row):  # type: ignore[no-untyped-def]
+    """Enter the updates of a region's partitions by their servers, whose host's cores take them in turn."""
+    K, D, C, S = W.cluster, W.shards, W.state, W.scratch
+    parameter, shard = S.t_res[bucket], S.bucket_shard[bucket]
+    for part in range(min(W.templates.partitions[S.bucket_template[bucket]], D.rows[shard])):
+        slot, server = new_task(C, _key(W, bucket, row, 0, part)), server_at(W, parameter, shard, part)
+        bandwidth, row_seconds = K.core_bandwidth[server], K.row_seconds[server]
+        C.duration[slot] = owner_ns(W, parameter, shard, S.p_rows[part], K.core_host[server], bandwidth, row_seconds)
+        C.resource[slot], C.resource_n[slot] = server, 1
+        if not K.serves_itself[server]:
+            at = C.used[ARENA]
+            if at + 1 > len(C.arena):
+                raise MemoryError(STATE_FULL)
+            C.arena[at] = K.core[server] + S.taken[K.host_device[server]] % K.cores[server]
+            C.resource[slot], C.used[ARENA] = -1 - at, at + 1
+            S.taken[K.host_device[server]] += 1
 
 
 @compiled
-def _owners(W, bucket):  # type: ignore[no-untyped-def]
-    """The set of a bucket's readers that own some of it."""
+def _end_backward(W, bucket, before, waited):  # type: ignore[no-untyped-def]
+    """Let what follows the gradients wait for the last ``waited`` tasks from ``before`` on: the norm, or the updates of those that own
+    some. Servers wait for themselves."""
+    R, C, S, Y = W.groups, W.state, W.scratch, W.templates
+    for k in range(waited):
+        task, row = C.index[before + k], S.work[k]
+        group = Y.item[Y.item_ptr[row]] if Y.apart[row] else S.t_res_n[bucket]
+        if S.count[NORM] != NO_TASK:
+            add_edge(S, task, S.count[NORM])
+        elif Y.how[row] == _WORK:
+            add_edge(S, task, C.resource[before + k])
+        elif Y.partitions[S.bucket_template[bucket]] == 0:
+            for i in range(R.sets.ptr[group + 1] - R.sets.ptr[group]):
+                if Y.apart[row] or owns(W, bucket, i):
+                    add_edge(S, task, R.sets.item[R.sets.ptr[group] + i])
+
+
+@compiled
+def _follow_updates(W, bucket, slot):  # type: ignore[no-untyped-def]
+    """Let a task wait for the updates of a bucket's owners, or the copies back of those that hosts make."""
     R, S = W.groups, W.scratch
-    group, count = S.t_res_n[bucket], 0
-    first, readers = R.sets.ptr[group], R.sets.ptr[group + 1] - R.sets.ptr[group]
-    for i in range(readers):
+    group, away = S.t_res_n[bucket], W.templates.offloads[S.bucket_template[bucket]]
+    for i in range(R.sets.ptr[group + 1] - R.sets.ptr[group]):
         if owns(W, bucket, i):
-            count += 1
-            S.members[count] = R.sets.item[first + i]
-    return group if count == readers else find_list(R.sets, S.members[1 : 1 + count])
+            device = R.sets.item[R.sets.ptr[group] + i]
+            add_edge(S, S.lifting[device] if away else device, slot)
+
+
+@compiled
+def settled(C, S, device):  # type: ignore[no-untyped-def]
+    """The task that says that no backward pass is left on a device: made when first asked for. ``settled``: by device, or ``NO_TASK``."""
+    if S.settled[device] == NO_TASK:
+        slot = S.settled[device] = new_task(C, task_key(UPDATE, device, 1, 0, 0, 0))
+        C.duration[slot], C.resource[slot] = 1, device
+    return S.settled[device]
 
 
 @compiled
@@ -312,21 +373,3 @@ def find_effort(W: World, parameter: int, shard: int) -> int:
     key = D.compressed.missing[1:5]  # built in place: ``find_list`` leaves it there if it is missing
     key[0], key[1], key[2], key[3] = C.sync[parameter], parameter, shard, S.peers[0]
     return find_list(D.compressed, key) * effort_columns(D)
-
-
-@compiled
-def _pack(W, bucket, parameter, shard):  # type: ignore[no-untyped-def]
-    """Add a shard to a bucket. Call it after ``compresses``."""
-    D, S = W.shards, W.scratch
-    at, entry, first = find_effort(W, parameter, shard), S.count[PACKED_SHARDS], S.owned_ptr[bucket]
-    if entry + 1 > len(S.packed_next):
-        raise MemoryError(FULL)
-    S.packed_parameter[entry], S.packed_shard[entry], S.packed_next[entry] = parameter, shard, -1
-    S.count[PACKED_SHARDS] = entry + 1
-    if S.packed_first[bucket] < 0:
-        S.packed_first[bucket] = entry
-    else:
-        S.packed_next[S.packed_last[bucket]] = entry
-    S.packed_last[bucket] = entry
-    for column in range(effort_columns(D)):
-        S.owned[first + column] += D.effort[at + column]
