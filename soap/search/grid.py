@@ -55,8 +55,8 @@ class Mixture:
 
 def mixtures(graph: OperatorGraph, topology: Topology, rough: RoughCosts, optimizer_states: int, *, recompute: bool) -> list[Mixture]:
     """The grid of widths of tensor parallelism, up to ``MOST_STAGES`` stages, micro-batches and recomputation, the most promising first;
-    without data parallelism of all samples at once. ``recompute``: whether operators may run again. More than two copies own nothing in parts where two are
-    more than ``MOST_PLANNED_TILES``: engines play such copies only if they own all (``FoldedCommunication``)."""
+    without data parallelism of all samples at once. ``recompute``: whether operators may run again. More than two copies own nothing in
+    parts where two are more than ``MOST_PLANNED_TILES``: engines play such copies only if they own all (``FoldedCommunication``)."""
     samples, count, found = samples_of(graph) or 1, len(topology.workers), list[Mixture]()
     for tensor in _widths(graph, topology):
         own = _figures(graph, hybrid(graph, topology, tensor=tensor, scatters=True), rough)

@@ -31,8 +31,8 @@ def grid(topology: Topology = TOPOLOGY, *, recompute: bool = True) -> dict[str, 
 
 
 def test_names_are_those_that_users_may_give() -> None:
-    """Micro-batches leave each copy a sample; values in parts only where nothing is in micro-batches; nothing in parts without copies; of one
-    stage all numbers of micro-batches."""
+    """Micro-batches leave each copy a sample; values in parts only where nothing is in micro-batches; nothing in parts without copies.
+    One stage has all numbers of micro-batches."""
     found = grid()
     usual = {name: own for name, own in found.items() if not own.again}
     assert {*usual} == {
@@ -50,7 +50,8 @@ def test_names_are_those_that_users_may_give() -> None:
     for name, own in found.items():
         strategy = named(name, GRAPH, TOPOLOGY)
         strategy.validate(GRAPH, TOPOLOGY.device_count)
-        assert len(devices_of_stages(GRAPH, strategy)) == own.stages and any(c.recompute for c in strategy.operators.values()) == bool(own.again)
+        assert len(devices_of_stages(GRAPH, strategy)) == own.stages
+        assert any(c.recompute for c in strategy.operators.values()) == bool(own.again)
     first, more = found["megatron:1x4+zero1+microbatches:4"], found["megatron:1x4+zero1+microbatches:8"]
     assert first.expected_ns > more.expected_ns > more.least_ns  # fewer micro-batches fill stages later
     again = found["megatron:1x4+zero1+recompute+microbatches:4"]
