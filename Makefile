@@ -16,8 +16,12 @@ ENVIRONMENT := $(STAMP)
 DOCS_ENVIRONMENT := $(VENV)/.docs-installed
 endif
 
-# Tests run in so many processes, each of which starts ranks of its own.
-WORKERS ?= 2
+# Tests run in so many processes, each of which starts ranks of its own. On two cores a third one works while others wait.
+WORKERS ?= 3
+
+# Tests that need no machine code: one process runs them while another one compiles it. Where all cases are run that would take hours.
+APART ?= tests/preprocessing tests/tracing tests/weights tests/zoo
+test-all: export APART :=
 
 # The tests start many processes on few cores; a thread pool in each would only make them wait for each other.
 test test-all quick: export OMP_NUM_THREADS ?= 1
@@ -31,9 +35,12 @@ test test-all quick: export PYTHONDONTWRITEBYTECODE :=
 test: export SOAP_TESTS ?= test
 test-all: export SOAP_TESTS ?= all
 quick: export SOAP_TESTS ?= quick
-PYTEST = $(PY) -m pytest -n $(WORKERS) --dist worksteal
+test: export CHOSEN ?= -m "not long" --durations 30
+test-all: export CHOSEN ?= --timeout 3600 --durations 100
+quick: export CHOSEN ?= -m "not slow and not long"
+PYTEST = $(PY) -m pytest $(CHOSEN) -n $(WORKERS) --dist worksteal $(APART:%=--ignore=%)
 
-.PHONY: help demo test test-all quick checked lint types machine-code wheel docs venv clean
+.PHONY: help demo test test-all quick checked apart lint types machine-code wheel docs venv clean
 .DEFAULT_GOAL := help
 
 help:  ## what can be made
@@ -43,16 +50,19 @@ demo: $(ENVIRONMENT)  ## export a model, search, train with the found strategy o
 	$(PY) -m examples.demo
 
 test: checked  ## what every change must pass: lint, types, tests (of each guarantee a part)
-	$(PYTEST) -m "not long" --durations 30
+	$(PYTEST)
 
 test-all: checked $(DOCS_ENVIRONMENT)  ## lint, types, and all tests with all their cases
-	$(PYTEST) --timeout 3600 --durations 100
+	$(PYTEST)
 
 quick: checked  ## `make test` without the slow tests
-	$(PYTEST) -m "not slow and not long"
+	$(PYTEST)
 
 checked: lint  # two processes, as the tests themselves have
-	@$(MAKE) --no-print-directory -j 2 types machine-code $(PARSED)
+	@$(MAKE) --no-print-directory -j 2 types machine-code $(PARSED) apart
+
+apart: $(ENVIRONMENT)
+	@[ -z "$(APART)" ] || $(PY) -m pytest -q $(CHOSEN) $(APART)
 
 $(PARSED): $(ENVIRONMENT)
 	@mkdir -p $(@D)
