@@ -19,8 +19,9 @@ endif
 # Tests run in so many processes, each of which starts ranks of its own. On two cores a third one works while others wait.
 WORKERS ?= 3
 
-# Tests that need no machine code: one process runs them while another one compiles it. Where all cases are run that would take hours.
-APART ?= tests/preprocessing tests/tracing tests/weights tests/zoo
+# Tests that need no machine code, and take about as long as to compile it: one process runs them meanwhile. Where all cases are run they
+# would take hours.
+APART ?= tests/tracing
 test-all: export APART :=
 
 # The tests start many processes on few cores; a thread pool in each would only make them wait for each other.

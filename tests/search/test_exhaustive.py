@@ -11,7 +11,7 @@ from soap.search.space import build_space
 from soap.simulator.simulate import Simulator
 from soap.strategy.classical import single_device
 from soap.strategy.config import OpConfig, Strategy
-from tests.extent import FEW
+from tests.extent import FEW, so_many
 from tests.graph_builder import mlp, transformer
 from tests.search.toys import TableCosts, TileCosts, key_of, layers
 from tests.simulator.examples import PointCosts, chain
@@ -66,7 +66,7 @@ def test_branch_and_bound_finds_what_enumeration_finds(graph, device_count, poin
     topology = cluster([1] * device_count if split_hosts else [device_count])
     costs = PointCosts(1000) if points else RooflineCosts(topology)
     space = build_space(graph, device_count, every_degree=True)
-    assume(strategy_count(space) <= 3000)
+    assume(strategy_count(space) <= so_many(600, 3000))
     simulator = Simulator(graph, topology, costs)
     best = exhaustive_search(graph, device_count, simulator)
     found = branch_and_bound(space, topology, costs, simulator)
