@@ -8,7 +8,7 @@ few are simulated.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from types import MappingProxyType
@@ -28,7 +28,7 @@ from soap.strategy.config import Strategy
 from soap.strategy.grids import tensor_parallel_width
 from soap.strategy.megatron import hybrid
 from soap.strategy.named import DATA_PARALLEL, MEGATRON, MICRO_BATCHES, RECOMPUTE, SELECTIVE, SEQUENCE_PARALLEL, STAGES, WIDTH, on_top
-from soap.strategy.recomputation import LIGHT, RECOMPUTED, STAYS, run_levels
+from soap.strategy.recomputation import LEVELS, LIGHT, RECOMPUTED, STAYS, run_levels
 from soap.strategy.tensor_parallel_chains import find_chains
 
 EXTENTS = MappingProxyType({"": STAYS, SELECTIVE: LIGHT, RECOMPUTE: RECOMPUTED})
@@ -58,9 +58,10 @@ def mixtures(graph: OperatorGraph, topology: Topology, rough: RoughCosts, optimi
     without data parallelism of all samples at once. ``recompute``: whether operators may run again. More than two copies own nothing in
     parts where two are more than ``MOST_PLANNED_TILES``: engines play such copies only if they own all (``FoldedCommunication``)."""
     samples, count, found = samples_of(graph) or 1, len(topology.workers), list[Mixture]()
+    extents = EXTENTS.items() if recompute else [("", STAYS)]
     for tensor in _widths(graph, topology):
         own = _figures(graph, hybrid(graph, topology, tensor=tensor, scatters=True), rough)
-        for stages, (again, extent) in product((2**k for k in range(MOST_STAGES.bit_length())), [*EXTENTS.items()][: 1 + 2 * recompute]):
+        for stages, (again, extent) in product((2**k for k in range(MOST_STAGES.bit_length())), extents):
             copies = count // (tensor * stages)
             if count % (tensor * stages) or stages > len(graph.operators):
                 continue
@@ -105,8 +106,8 @@ def _parts(most: int, stages: int) -> list[int]:
 
 def _name(tensor: int, stages: int, parts: int, *, owned: bool, again: str) -> str:
     """Name of a mixture. Values are owned in parts only where each is gathered once a pass: not in micro-batches."""
-    name = f"{SEQUENCE_PARALLEL if tensor > 1 else MEGATRON}{WIDTH}{tensor}" + f"{STAGES}{stages}" * (stages > 1)
-    name = DATA_PARALLEL if tensor * stages == 1 else name
+    split = f"{SEQUENCE_PARALLEL if tensor > 1 else MEGATRON}{WIDTH}{tensor}" + f"{STAGES}{stages}" * (stages > 1)
+    name = split if tensor * stages > 1 else DATA_PARALLEL
     for added in ("zero1" if parts > 1 else "fsdp") * owned, again, f"{MICRO_BATCHES}{WIDTH}{parts}" * (parts > 1):
         name = on_top(name, added) if added else name
     return name
@@ -115,18 +116,18 @@ def _name(tensor: int, stages: int, parts: int, *, owned: bool, again: str) -> s
 @dataclass(frozen=True, slots=True)
 class _Figures:
     """Figures of one device under tensor parallelism, with all samples of its group: the time of passes with sums of partial results, and
-    bytes of trained parameters; by extent to which all runs are recomputed, the time of second runs, and bytes that operators keep."""
+    bytes of trained parameters; for each of ``LEVELS`` to which all runs are recomputed, the time of second runs, and bytes that operators
+    keep."""
 
     passes_ns: int
     trained_bytes: int
-    again_ns: Mapping[int, int]
-    kept_bytes: Mapping[int, int]
+    again_ns: Sequence[int]
+    kept_bytes: Sequence[int]
 
 
 def _figures(graph: OperatorGraph, strategy: Strategy, rough: RoughCosts) -> _Figures:
-    extents = tuple(EXTENTS.values())
-    levels = [{name: level for own in run_levels(graph, extent) for name, level in own.items()} for extent in extents]
-    known, total = dict[tuple[object, ...], NDArray[np.int64]](), np.zeros(2 + 2 * len(extents), np.int64)
+    levels = [{name: level for own in run_levels(graph, extent) for name, level in own.items()} for extent in LEVELS]
+    known, total = dict[tuple[object, ...], NDArray[np.int64]](), np.zeros(2 + 2 * len(LEVELS), np.int64)
     for position, op in enumerate(graph.operators):
         config, own = strategy.operators[op.name], [level.get(op.name, STAYS) for level in levels]
         key = rough.durations.same(position), config.degrees, config.replicas, *own
@@ -141,8 +142,7 @@ def _figures(graph: OperatorGraph, strategy: Strategy, rough: RoughCosts) -> _Fi
             known[key] = np.array([forward_ns + backward_ns + rough.sums_ns(laid.sums), trained // parted, *again, *kept], np.int64)
         total += known[key]
     passes_ns, trained_bytes, *rest = total.tolist()
-    again_ns, kept_bytes = rest[: len(extents)], rest[len(extents) :]
-    return _Figures(passes_ns, trained_bytes, dict(zip(extents, again_ns, strict=True)), dict(zip(extents, kept_bytes, strict=True)))
+    return _Figures(passes_ns, trained_bytes, rest[: len(LEVELS)], rest[len(LEVELS) :])
 
 
 def _kept_bytes(graph: OperatorGraph, op: Operator, level: int) -> int:
