@@ -287,11 +287,15 @@ def _part_of(graph: OperatorGraph, own: PlacedDelivery) -> _Part:
     known = _PARTS.get(own.like)
     if known is None or known[0] is not graph:
         known = _PARTS[own.like] = graph, {}
-    takes, like = ([graph.alike_footprints[k] for k in (one.position, *one.readers)] for one in (own, own.like))
-    key = tuple(takes)
+    key = _footprints(graph, own)
     if key not in known[1]:
-        known[1][key] = _Maker(graph, own.like if takes == like else _by_itself(own)).made()
+        known[1][key] = _Maker(graph, own.like if key == _footprints(graph, own.like) else _by_itself(own)).made()
     return known[1][key]
+
+
+def _footprints(graph: OperatorGraph, own: PlacedDelivery | Delivery) -> tuple[int, ...]:
+    """Equal for deliveries whose operators, and those that read them, have equal footprints."""
+    return tuple([graph.alike_footprints[position] for position in (own.position, *own.readers)])
 
 
 def _by_itself(placed: PlacedDelivery) -> Delivery:
