@@ -39,9 +39,10 @@ quick: export SOAP_TESTS ?= quick
 test: export CHOSEN ?= -m "not long" --durations 30
 test-all: export CHOSEN ?= --timeout 3600 --durations 100
 quick: export CHOSEN ?= -m "not slow and not long"
+TWO = $(MAKE) --no-print-directory -j 2
 PYTEST = $(PY) -m pytest $(CHOSEN) -n $(WORKERS) --dist worksteal $(APART:%=--ignore=%)
 
-.PHONY: help demo test test-all quick checked apart lint types machine-code wheel docs venv clean
+.PHONY: help demo test test-all quick suite apart lint types machine-code wheel docs venv clean
 .DEFAULT_GOAL := help
 
 help:  ## what can be made
@@ -50,20 +51,21 @@ help:  ## what can be made
 demo: $(ENVIRONMENT)  ## export a model, search, train with the found strategy on this machine's processes, check it
 	$(PY) -m examples.demo
 
-test: checked  ## what every change must pass: lint, types, tests (of each guarantee a part)
+test: lint  ## what every change must pass: lint, types, tests (of each guarantee a part)
+	@$(TWO) types apart suite
+
+test-all: lint $(DOCS_ENVIRONMENT)  ## lint, types, and all tests with all their cases
+	@$(TWO) types apart suite
+
+quick: lint  ## `make test` without the slow tests
+	@$(TWO) types apart suite
+
+suite: machine-code
 	$(PYTEST)
 
-test-all: checked $(DOCS_ENVIRONMENT)  ## lint, types, and all tests with all their cases
-	$(PYTEST)
-
-quick: checked  ## `make test` without the slow tests
-	$(PYTEST)
-
-checked: lint  # two processes, as the tests themselves have
-	@$(MAKE) --no-print-directory -j 2 types machine-code $(PARSED) apart
-
-apart: $(ENVIRONMENT)
-	@[ -z "$(APART)" ] || $(PY) -m pytest -q $(CHOSEN) $(APART)
+# What they have to say comes in one piece, as the suite's tests may run already.
+apart: types $(PARSED)
+	@[ -z "$(APART)" ] || { $(PY) -m pytest -q $(CHOSEN) $(APART) > $(PARSED).apart 2>&1 && cat $(PARSED).apart; } || { cat $(PARSED).apart >&2; exit 1; }
 
 $(PARSED): $(ENVIRONMENT)
 	@mkdir -p $(@D)
