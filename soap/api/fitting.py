@@ -244,7 +244,11 @@ class _Ways:
                 continue
             known.append(strategy)
             self._tried.append(name)
-            if not certainly_lacks(graph, topology, strategy):
+            if certainly_lacks(graph, topology, strategy):
+                continue
+            if found and self._spent(1, self._expected_s(strategy)):
+                self._untried.append(name)
+            else:
                 found.append(self._looked_at(name, strategy))
         return found
 

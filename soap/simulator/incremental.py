@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 
 from soap.plan.compression.training import PlannedTraining
 from soap.simulator.compiled.machine_code import ENGINE
@@ -14,7 +14,7 @@ from soap.simulator.draws import Draws
 from soap.simulator.engine import Engine
 from soap.simulator.folded import FoldedSimulation
 from soap.simulator.folded_bound import alike, folded_engine
-from soap.simulator.folding import Folding
+from soap.simulator.folding import Folding, fold
 from soap.simulator.memory.memory_sum import MemorySum
 from soap.simulator.memory.peaks import overflow_bytes
 from soap.simulator.memory.sweep import with_allowance
@@ -96,9 +96,18 @@ class IncrementalSimulator:
                 return lacking
         return self._simulator.overflow_of_played(strategy, holder.engine, folding)
 
-    def fits(self, strategy: Strategy, engine: Engine) -> bool:
-        """Whether a strategy that an engine holds or proposes fits into memory; False, unasked, of more than ``MOST_PLANNED_TILES``."""
-        return tile_count(strategy) <= MOST_PLANNED_TILES and self._simulator.overflow_of_played(strategy, engine) == 0
+    def folding(self, strategy: Strategy, syncs: Iterable[SyncConfig]) -> Folding | None:
+        """As ``Able.folding``."""
+        known, wanted = self._simulator, [*syncs]
+        for further in (wanted, []) if is_large(strategy) else ():
+            found = fold(known.graph, known.topology, strategy, known.training, syncs=further)
+            if not isinstance(found, str):
+                return found
+        return None
+
+    def fits(self, strategy: Strategy, engine: Engine, folding: Folding | None = None) -> bool:
+        """As ``Able.fits``; False, unasked, of a strategy of more than ``MOST_PLANNED_TILES``."""
+        return tile_count(strategy) <= MOST_PLANNED_TILES and self._simulator.overflow_of_played(strategy, engine, folding) == 0
 
     def peak_share(self, strategy: Strategy) -> float:
         """As ``Simulator.peak_share``."""
