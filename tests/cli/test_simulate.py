@@ -120,7 +120,7 @@ def test_says_why_it_was_not_folded(capsys: pytest.CaptureFixture[str], monkeypa
     assert f"  not simulated, as each takes seconds or more: {left_out} ({asked})\n" in out
 
 
-def test_large_models_are_compared_with_what_is_made_of_equal_copies(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_models_are_compared_with_equal_copies(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """And with what is small; a pipeline and ways that fit are not looked for."""
     monkeypatch.setattr(simulate, "MANY_TILES", 30)
     monkeypatch.setattr(baselines, "best_pipeline", None)
