@@ -266,18 +266,19 @@ class _Run:
 
     def _temper(self, lows: Sequence[tuple[Start, int]], able: Able) -> None:
         """Run compiled chains from the strategies at which the descents have ended, best first."""
-        from soap.search.compiled.runner import CompiledSpace  # imports numba
+        from soap.search.compiled.runner import CompiledSpace, Fits  # imports numba
         from soap.search.copies import copies_of
         from soap.search.tempering import Tempering
 
         budgets = sorted((budget for _, budget in lows), reverse=True)
         copies = copies_of(self.space, able, lows[0][0].strategy)
+        fits: Fits = able.fits if copies is None else copies.fits
         if copies is None:
             costs, shared = able.engine_costs, able.shared
             space = CompiledSpace(self.space, self.topology, costs, able.optimizer_states, able.draws, able.training, shared)
-            begin, fits = [low.strategy for low, _ in lows], able.fits
+            begin = [low.strategy for low, _ in lows]
         else:  # others, which are slower, are no copies of the same devices
-            budgets, space, begin, fits = [sum(budgets)], copies.compiled, [copies.start], copies.fits
+            budgets, space, begin = [sum(budgets)], copies.compiled, [copies.start]
         chains = Tempering(
             space, begin, seed=self.options.seed, budgets=budgets, beta=self.options.beta, fits=fits, cores=self.options.cores,
             ended=self.stopped,
