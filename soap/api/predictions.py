@@ -27,6 +27,7 @@ from soap.search.metropolis import Evaluator
 from soap.search.options import OPTIMIZER_STATES, check_costs
 from soap.search.starts import BASELINE
 from soap.simulator.costs import CostModel, CostSource
+from soap.simulator.folded import FoldedSimulation
 from soap.simulator.simulate import Simulation, Simulator
 from soap.strategy.config import Strategy
 from soap.strategy.megatron import staged
@@ -193,6 +194,11 @@ def _from_store(read: Callable[[Store], T], otherwise: T) -> T:
     except ProfileError as cause:
         warnings.warn(f"{cause}; going on with estimates", SoapWarning, stacklevel=1)  # always from this line, so that it shows once
         return otherwise
+
+
+def resources_record(simulation: Simulation | FoldedSimulation) -> dict[str, Any]:
+    """Peaks of the devices, and the bytes that they send each other, as a strategy file records them."""
+    return {"memory_bytes": list(simulation.peak_bytes), "bytes_moved": simulation.bytes_moved}
 
 
 def costs_record(simulator: Simulator, tasks: TaskGraph) -> dict[str, Any]:
