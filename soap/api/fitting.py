@@ -27,7 +27,7 @@ from soap.simulator.costs import CostSource
 from soap.simulator.folded import FoldedSimulation
 from soap.simulator.memory.certain import certainly_lacks
 from soap.simulator.memory.hosts import lacking_on_hosts
-from soap.simulator.memory.peaks import overflow_bytes
+from soap.simulator.memory.sizes import overflow_bytes
 from soap.simulator.simulate import Simulator, is_large, tile_count
 from soap.strategy.config import Strategy
 from soap.strategy.named import (

@@ -25,7 +25,7 @@ from soap.simulator.compiled.graph_arrays import Ints, Longs, device_types
 from soap.simulator.compiled.tile_times import WAYS, TileTimes
 from soap.simulator.costs import CostModel
 from soap.simulator.cut_parameters import CutParameter, Need, cut_parameter
-from soap.simulator.memory.peaks import away_bytes
+from soap.simulator.memory.sizes import away_bytes
 from soap.simulator.memory.tile_regions import boxes_of
 from soap.strategy.shares import Shares, weights_of
 
@@ -65,7 +65,7 @@ class CutOperator:
     there, or ``NOWHERE``. ``reads``: [activation input, tile]. ``outputs``: [output, tile]. ``groups``: None if nothing is summed.
     ``grids``: by output, of the groups if there are any. ``parameters``: by parameter, in the order of the graph's, as if nobody else used
     it. ``lookups``: weighed numbers of rows that are looked up, [parameter, tile]; None if none are. ``row_times``: of sparse lookups.
-    ``away``: bytes of tiles that offload (``peaks.away_bytes``)."""
+    ``away``: bytes of tiles that offload (``sizes.away_bytes``)."""
 
     position: int
     degrees: tuple[int, ...]
@@ -236,7 +236,7 @@ class CutOperators:
         return np.array(found, np.int64)
 
     def _away(self, position: int, cells: Longs, regions: Regions) -> Longs:
-        """``peaks.away_bytes`` of each tile. Equal shapes have equal bytes, unless there is padding, or one tensor is read twice: what both
+        """``sizes.away_bytes`` of each tile. Equal shapes have equal bytes, unless there is padding, or one tensor is read twice: what both
         regions have in common then counts once."""
         op = self.graph.operators[position]
         read = [o.tensor for o in op.inputs]

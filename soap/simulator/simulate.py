@@ -30,7 +30,7 @@ from soap.simulator.lowering import PlanBuilder, lower
 from soap.simulator.memory.curves import MemoryCurve
 from soap.simulator.memory.hosts import host_use, lacking_on_hosts
 from soap.simulator.memory.plan_arrays import plan_arrays
-from soap.simulator.memory.peaks import overflow_bytes
+from soap.simulator.memory.sizes import overflow_bytes
 from soap.simulator.memory.sweep import expected_peaks, memory_over_time, peaks_by_kind, swept
 from soap.simulator.reference import simulate
 from soap.simulator.tasks import Schedule, TaskGraph, TaskKind

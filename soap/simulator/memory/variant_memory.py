@@ -17,7 +17,7 @@ from soap.plan.tiling import windows
 from soap.simulator.compiled.graph_arrays import Longs
 from soap.simulator.cut_operators import CutOperator, CutOperators
 from soap.simulator.memory.footprint import kept_share, product_share, shares_of
-from soap.simulator.memory.peaks import PACKING_KINDS, padded_bytes
+from soap.simulator.memory.sizes import PACKING_KINDS, padded_bytes
 from soap.simulator.memory.tile_regions import boxes_of, by_lengths, distinct, volumes
 from soap.strategy.recomputation import has_product
 
