@@ -508,9 +508,6 @@ def _shifted_parts(parts: Sequence[Part], first_fetch: int) -> tuple[Part, ...]:
     return tuple([(first_fetch + fetch, piece) for fetch, piece in parts])
 
 
-T = TypeVar("T")
-
-
 class Later(Sequence[T]):
     """A sequence of known length, made when one of its items is first asked for. Equal to any other one, or a tuple, with equal items."""
 

@@ -95,7 +95,10 @@ class CutOperators:
     def __init__(self, graph: OperatorGraph, topology: Topology, costs: CostModel) -> None:
         self.graph, self.costs = graph, costs
         by_name: dict[str, DeviceType] = {device.type.name: device.type for device in topology.devices}
-        self.types = tuple(by_name[name] for name in device_types(topology))
+        names = device_types(topology)
+        self.types = tuple(by_name[name] for name in names)
+        self.type_of = tuple(names.index(device.type.name) for device in topology.devices)
+        """Device -> position of its type."""
         self._parameters = {tensor.name: i for i, tensor in enumerate(graph.parameters)}
         self._class_of = alike_operators(graph)
         self._whole = MicroBatches(graph, 1)
@@ -134,7 +137,8 @@ class CutOperators:
         return found
 
     def durations(self, position: int, degrees: tuple[int, ...], shares: Shares = (), *, sparse_lookup: bool = False) -> Longs:
-        """Nanoseconds of the tiles, [device type, forward or backward, tile], of one micro-batch."""
+        """Nanoseconds of the tiles, [device type, forward or backward, tile of one replica], of one micro-batch. ``sparse_lookup``: whether
+        its sparse parameters are synchronized by rows instead of all-reduced."""
         same = self._class_of[position]
         times = self._times(same, degrees, shares, self._whole, False, sparse_lookup, None)
         return times.durations[:, : len(WAYS)]
