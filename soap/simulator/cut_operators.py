@@ -6,7 +6,7 @@ A cut operator knows no devices. Operators that differ only in names (repeated l
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from math import prod
@@ -26,7 +26,6 @@ from soap.simulator.compiled.tile_times import WAYS, TileTimes
 from soap.simulator.costs import CostModel
 from soap.simulator.cut_parameters import CutParameter, Need, cut_parameter
 from soap.simulator.memory.sizes import away_bytes
-from soap.simulator.memory.tile_regions import boxes_of
 from soap.strategy.shares import Shares, weights_of
 
 Regions = Mapping[Operand, Longs]
@@ -352,3 +351,31 @@ def _tile(op: Operator, position: int, index: int, cells: Longs, regions: Region
 
 def _as_box(table: Longs) -> Box:
     return tuple([(start, stop) for start, stop in table.tolist()])
+
+
+def volumes(region: np.ndarray) -> Longs:
+    """[tile]: elements in its region."""
+    found: Longs = np.prod(region[:, :, 1] - region[:, :, 0], axis=1, dtype=np.int64)
+    return found
+
+
+def distinct(region: np.ndarray) -> tuple[Longs, Longs]:
+    """(first tiles of distinct regions, [tile]: which of these its region is). Many tiles, as there are with micro-batches, have few."""
+    place = np.zeros(len(region), np.int64)
+    for column in region.reshape(len(region), -1).T:
+        if (column != column[0]).any():
+            lowest, highest = int(column.min()), int(column.max())
+            place = np.unique(place * (highest - lowest + 1) + column - lowest, return_inverse=True)[1]
+    _, first, place = np.unique(place, return_index=True, return_inverse=True)
+    return first, place
+
+
+def by_lengths(intervals: np.ndarray, of: Callable[[Box], int]) -> Longs:
+    """[tile]: what follows from the lengths of its intervals alone, worked out once for equal ones."""
+    first, place = distinct(intervals[:, :, 1] - intervals[:, :, 0])
+    return np.array([of(cell) for cell in boxes_of(intervals[first])], np.int64)[place]
+
+
+def boxes_of(region: np.ndarray) -> list[Box]:
+    """The regions as boxes."""
+    return [tuple((start, stop) for start, stop in box) for box in region.tolist()]

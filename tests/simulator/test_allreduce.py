@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from soap.cluster.topology import Topology
 from soap.simulator.communication import loads
-from soap.simulator.communication.algorithms import Algorithm, double_tree, steps
+from soap.simulator.communication.algorithms import Algorithm, AllReduceOption, double_tree, fastest, steps, undominated
 from soap.simulator.communication.allreduce import allreduce_bytes, allreduce_options, available, link_bytes
-from soap.simulator.communication.options import AllReduceOption, fastest, undominated
 from soap.simulator.communication.ring_orders import ring_orders
 from tests.simulator.examples import pairwise_cluster
 from tests.strategies import CPU, cluster, topologies, with_rails

@@ -11,9 +11,8 @@ from soap.cluster.overheads import CollectiveLatencyFactor
 from soap.cluster.presets import preset
 from soap.cluster.topology import Topology
 from soap.plan.collectives import exchange_seconds
-from soap.simulator.communication.algorithms import Algorithm
+from soap.simulator.communication.algorithms import Algorithm, AllReduceOption, fastest
 from soap.simulator.communication.allreduce import allreduce_options, available, link_bytes
-from soap.simulator.communication.options import AllReduceOption, fastest
 from soap.simulator.communication.prices import Communication
 from soap.simulator.communication.ring_orders import ring_orders
 from tests.strategies import CPU, GPU, cluster

@@ -14,10 +14,9 @@ from collections.abc import Sequence
 
 from soap.cluster.topology import Topology
 from soap.plan.collectives import REDUCE_TRAFFIC
-from soap.simulator.communication.algorithms import Algorithm, steps
+from soap.simulator.communication.algorithms import Algorithm, AllReduceOption, steps
 from soap.simulator.communication.loads import ROUTES, loads, step_shares
 from soap.simulator.communication.nccl import nccl_algorithms, nccl_options, nccl_parted_options
-from soap.simulator.communication.options import AllReduceOption
 from soap.simulator.communication.ring_orders import is_gloo, ring_orders
 
 
