@@ -452,7 +452,8 @@ class Engine:
             except LookupError as error:
                 if str(error) != MISSING:
                     raise
-                self._find_missing()
+                self._tables.find_missing()
+                self._renew(**self._tables.renewed())
             except ValueError as error:
                 if str(error) == UNNUMBERED:
                     raise unnumbered() from None
@@ -462,10 +463,6 @@ class Engine:
                     f"{UNCOVERED} of model {self.graph.name!r}; expected its producer's tiles to cover it: this is a defect of that "
                     "operator's rule, please report it"
                 ) from None
-
-    def _find_missing(self) -> None:
-        self._tables.find_missing()
-        self._renew(**self._tables.renewed())
 
     def _make_scratch(self) -> None:
         self._renew(scratch=make_scratch(self._size, self.topology.device_count, len(self.topology.links)))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +21,6 @@ from soap.simulator.memory.sweep import expected_peaks, memory_over_time, peaks_
 from soap.simulator.tasks import Schedule, Task, TaskGraph, TaskKind
 from soap.simulator.throughput import Throughput, throughput
 
-T = TypeVar("T")
 Longs = NDArray[np.int64]
 COMMON, EACH = LEFT, LEFT + 1
 """In place of a copy's number: a task that all copies take part in, together or each by itself."""

@@ -35,8 +35,6 @@ GROUPED = (MEGATRON, SEQUENCE_PARALLEL)
 SIMULATED = (PIPELINE, RALP)
 """What is found by simulating."""
 RECOMPUTE, SELECTIVE, OFFLOAD, OFFLOAD_KEPT = "recompute", "selective", "offload", "offload_kept"
-KEEPING = (RECOMPUTE, SELECTIVE, OFFLOAD, OFFLOAD_KEPT)
-"""What decides what becomes of states and activations between their uses, and changes nothing else."""
 UNEVEN = "uneven"
 MICRO_BATCHES = "microbatches"
 """With ``WIDTH`` and a number behind it."""
