@@ -36,7 +36,7 @@ from soap import api
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
 from soap.model.sparse_access import RowAccess
-from soap.search.partition_tuning import tune
+from soap.search.partition_tuning import MAX_PARTITIONS, Sample, Tuning, choose, next_partitions, settled_ns
 from soap.simulator.lowering import build_plan, lower
 from soap.simulator.reference import simulate
 from soap.strategy.config import Strategy, SyncConfig
@@ -110,6 +110,16 @@ class Cluster:
     def beside(self, model: str) -> float:
         """How many times as long as AR PS takes."""
         return self.seconds(model, "PS") / self.seconds(model, "AR")
+
+
+def tune(measure: Callable[[int], Sequence[float] | None], hosts: int, most: int = MAX_PARTITIONS) -> Tuning:
+    """Sample, fit, choose. ``measure``: times of a run's iterations in nanoseconds for a number of partitions; None if the run fails.
+    SoapError if all runs fail."""
+    samples: list[Sample] = []
+    while (partitions := next_partitions(samples, hosts, most)) is not None:
+        found = measure(partitions)
+        samples.append(Sample(partitions, settled_ns(found) if found else None))
+    return choose(samples)
 
 
 def with_constants(topology: Topology, constants: Constants) -> Topology:

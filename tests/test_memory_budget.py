@@ -12,7 +12,7 @@ import soap
 from soap.cluster.memory_budget import read_budget, with_memory_budget
 from soap.errors import TopologyError
 from soap.model.graph import TensorKind
-from soap.simulator.memory.peaks import overflow_bytes
+from soap.simulator.memory.sizes import overflow_bytes
 from soap.strategy.classical import data_parallel
 from tests.graph_builder import mlp
 from tests.strategies import GPU, cluster

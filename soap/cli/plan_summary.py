@@ -9,6 +9,7 @@ from typing import Any
 
 from soap.api import SearchOutcome, costs_record, memory_range, predicted_range
 from soap.api.baselines import baselines, usual_strategies
+from soap.api.predictions import resources_record
 from soap.cli import compressing, inputs
 from soap.cli.plain_text import and_more, attributes, devices, left_last, listed, milliseconds, speed_up, split, sync_document, sync_text
 from soap.cluster.topology import Topology
@@ -288,8 +289,7 @@ def optimality(outcome: SearchOutcome) -> str:
 
 def recorded(simulation: Simulation | FoldedSimulation) -> dict[str, Any]:
     """What a strategy file records of a prediction."""
-    memory = list(simulation.peak_bytes)
-    return {"predicted_ns": simulation.makespan_ns, "memory_bytes": memory, "bytes_moved": simulation.bytes_moved}
+    return {"predicted_ns": simulation.makespan_ns, **resources_record(simulation)}
 
 
 def shared_cores(topology: Topology) -> int | None:

@@ -11,7 +11,7 @@ from typing import Any
 from soap import api
 from soap.api import save_strategy
 from soap.api.fitting import Fit, Way
-from soap.api.large import LargePrediction
+from soap.api.predictions import LargePrediction
 from soap.cli.command import OPTIONS, Parser, UsageError, refuse_given
 from soap.cli.options import reading_options
 from soap.cli.plain_text import aligned, and_more, attributes, listed, milliseconds
@@ -19,13 +19,11 @@ from soap.cli.plan_summary import budgeted, budgeted_text, kinds_text
 from soap.cluster.fewer import part_of
 from soap.cluster.topology import Topology
 from soap.errors import InfeasibleError, StrategyError
-from soap.files import write_bytes_atomically
 from soap.model.graph import OperatorGraph
 from soap.plan.memory_kinds import MemoryKind
 from soap.profiles.lookup import ProfiledCosts
 from soap.search.infeasible import shrinking
 from soap.search.layer_placement import LayerPlacement
-from soap.search.plot import tornado
 from soap.search.sensitivity import DOUBLE, HALF, MOST, Sensitivity
 from soap.search.starts import BASELINE
 from soap.simulator.folded import FoldedSimulation
@@ -179,11 +177,6 @@ def sensitivity_text(told: Mapping[str, Any]) -> str:
     if told["scaled_measurements"]:
         lines.append("measured times do not follow from figures: each is scaled as the estimate of the same computation")
     return "\n".join(lines)
-
-
-def draw_sensitivity(found: list[Sensitivity], path: str) -> None:
-    """Write the tornado plot. SoapError if it cannot be drawn or written."""
-    write_bytes_atomically(path, tornado(found, path))
 
 
 def add_beside(parser: Parser) -> None:

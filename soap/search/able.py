@@ -29,7 +29,7 @@ class Able(Protocol):
 
     @property
     def optimizer_states(self) -> int:
-        """Tensors of a parameter's size that the optimizer keeps, as in ``simulator.memory.peaks``."""
+        """Tensors of a parameter's size that the optimizer keeps."""
 
     @property
     def training(self) -> PlannedTraining:

@@ -16,7 +16,7 @@ from soap.simulator.folded import FoldedSimulation
 from soap.simulator.folded_bound import alike, folded_engine
 from soap.simulator.folding import Folding, fold
 from soap.simulator.memory.memory_sum import MemorySum
-from soap.simulator.memory.peaks import overflow_bytes
+from soap.simulator.memory.sizes import overflow_bytes
 from soap.simulator.memory.sweep import with_allowance
 from soap.simulator.shared import Shared
 from soap.simulator.simulate import CACHED_STRATEGIES, MOST_PLANNED_TILES, REST, Simulation, Simulator, is_large, tile_count

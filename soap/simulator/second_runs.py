@@ -19,7 +19,7 @@ from soap.plan.plan import Plan, tile_task_name
 from soap.plan.recomputation import find_recomputation
 from soap.plan.tiling import Tile
 from soap.simulator.communication.offloading import DOWN, UP, copy_ns, offload_resource
-from soap.simulator.memory.peaks import away_bytes
+from soap.simulator.memory.sizes import away_bytes
 from soap.simulator.task_list import BACKWARD, FORWARD, TaskList
 from soap.simulator.tasks import TaskKind
 

@@ -132,7 +132,7 @@ class Program:
     dropped: frozenset[int]
     """Holdings of recomputed tiles that are not kept till then (``recomputation.dropped_holdings``)."""
     come_back_with: Mapping[int, int]
-    """Tiles of offloading operators -> the tile with which what they keep comes back (``offloading.come_back_with``)."""
+    """Tiles of offloading operators -> the tile with which what they keep comes back (``offload.come_back_with``)."""
     idle_shards: tuple[int, ...]
     """Shards whose gradient is zero."""
     losses: Mapping[int, int]

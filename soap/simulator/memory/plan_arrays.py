@@ -7,10 +7,8 @@ all that are like it.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import count
 from typing import Any, NamedTuple, get_type_hints
 from weakref import WeakKeyDictionary
 
@@ -24,7 +22,7 @@ from soap.plan.row_counts import row_bytes, tile_lookups
 from soap.plan.tiling import Tile, made_bytes, windows
 from soap.simulator.memory.footprint import Shares, shares_of
 from soap.simulator.memory.grouped import Bools, Longs
-from soap.simulator.memory.peaks import PACKING_KINDS, away_bytes, padded_bytes
+from soap.simulator.memory.sizes import PACKING_KINDS, away_bytes, padded_bytes
 from soap.simulator.memory.transit import cells_land_in_place, lies_in_one_piece, received_apart
 
 MESSAGE, GATHER, SWAP, BROADCAST = range(4)
@@ -214,8 +212,6 @@ class _Names(NamedTuple):
 
 _PARTS: WeakKeyDictionary[Delivery, tuple[OperatorGraph, dict[tuple[int, ...], _Part]]] = WeakKeyDictionary()
 _NAMES: WeakKeyDictionary[PlacedDelivery, tuple[OperatorGraph, _Names]] = WeakKeyDictionary()
-_REGIONS: defaultdict[tuple[str, Box], int] = defaultdict(count().__next__)
-"""Numbers of regions of tensors, in the order in which they were first asked for."""
 
 TABLES: dict[str, Any] = get_type_hints(PlanArrays)
 FLAGS = {(name, column) for name, table in TABLES.items() for column, hint in get_type_hints(table).items() if hint == Bools}
@@ -308,7 +304,7 @@ def _names_of(graph: OperatorGraph, own: PlacedDelivery, part: _Part, numbers: M
     if known is None or known[0] is not graph:
         op = graph.operators[own.position]
         operands = [(*op.inputs, *op.parameters)[place].tensor for place, _ in part.regions]
-        regions = [region_number(tensor, box) for tensor, (_, box) in zip(operands, part.regions, strict=True)]
+        regions = [region_number(graph, tensor, box) for tensor, (_, box) in zip(operands, part.regions, strict=True)]
         rows = (own.position, *own.readers), own.devices, [numbers[operand.tensor] for operand in op.parameters], regions
         known = _NAMES[own] = graph, _Names(*(np.array(row, np.int64) for row in rows))
     return known[1]
@@ -450,6 +446,6 @@ def compact_numbers(plan: Plan) -> list[int]:
     return [number for number, own in enumerate(plan.graph.parameters) if own.name in names] if names else []
 
 
-def region_number(tensor: str, box: Box) -> int:
-    """A number for a region of a tensor, the same whenever it is asked for."""
-    return _REGIONS[tensor, box]
+def region_number(graph: OperatorGraph, tensor: str, box: Box) -> int:
+    """A number for a region of a tensor of the graph, the same whenever it is asked for."""
+    return graph.region_numbers.setdefault((tensor, box), len(graph.region_numbers))

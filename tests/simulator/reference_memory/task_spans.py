@@ -12,7 +12,7 @@ from soap.plan.marks.seam import NOTHING
 from soap.plan.plan import Exchange, Fetch, Message, Part, Reduction, exchange_name, message_name, reduce_name, tile_task_name
 from soap.plan.recomputation import dropped_holdings, find_recomputation, remade
 from soap.plan.syncs.seam import Uses
-from soap.simulator.memory.unread import unread_tiles
+from soap.simulator.memory.spans import unread_tiles
 from soap.simulator.tasks import TaskGraph, TaskKind
 from tests.simulator.reference_memory.as_run import AsRun
 from tests.simulator.reference_memory.moving import waited_for
@@ -112,7 +112,7 @@ class TaskSpans:
 
     @cached_property
     def _waits(self) -> Mapping[tuple[Route, int], int]:
-        """``departures.waited_for`` of all messages that nothing answers."""
+        """``moving.waited_for`` of all messages that nothing answers."""
         sends = []
         for message in self.plan.messages:
             part = message.parts[0]
