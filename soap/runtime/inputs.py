@@ -269,7 +269,7 @@ class Alike:
 
     def begin(self, batches: Sequence[Batch], sizes: BatchSizes, purpose: str) -> None:
         """Compare the first batch for this purpose, and send hashes of later ones (``EACH``, ``EVERY``). Of parts of batches each piece is
-        compared that several ranks read. RuntimeFailure if a first batch does not fit or differs, or ranks go on to batches of unlike
+        compared that several ranks read. RuntimeFailure if a batch does not fit, a first one differs, or ranks go on to batches of unlike
         sizes."""
 
         def read() -> list[list[BySamples]]:
@@ -278,6 +278,7 @@ class Alike:
         parts, self._asked = any(batch.size is not None for batch in batches), []
         number = self._given[purpose]
         if number:
+            sizes.check(batches)  # first: who has a batch of no use says so, instead of that another rank has another one
             self._given[purpose] += 1
             if number < EACH or number % EVERY == 0:
                 self._begin(batches, read, parts)

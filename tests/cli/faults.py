@@ -1,4 +1,4 @@
-"""Data for ``soap-run`` of which the last rank's fails in some way, in the second step: ``--data tests.cli.faults:KIND``.
+"""Data for ``soap-run`` of which the last rank's fails in some way, in the second or third step: ``--data tests.cli.faults:KIND``.
 
 All other ranks only notice. ``CAUSES``: what people must be told of each kind, behind "rank N failed: ".
 """
@@ -36,13 +36,13 @@ class Words(nn.Module):
         return nn.functional.cross_entropy(logits.flatten(0, 1), successors.flatten())
 
 
-def _batches(fault: Any) -> Iterator[Batch]:
-    """A batch as it should be, then those of the fault."""
+def _batches(fault: Any, step: int = 2) -> Iterator[Batch]:
+    """Batches as they should be, but for the fault's in this step."""
     Path(f"rank-{os.getpid()}").touch()
     generator = torch.Generator().manual_seed(0)
     for number in range(4):
         batch = tuple(torch.randint(WORDS, SHAPE, generator=generator) for _ in range(2))
-        yield fault(batch) if number == 1 and os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1) else batch
+        yield fault(batch) if number == step - 1 and os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1) else batch
 
 
 def sound() -> Iterator[Batch]:
@@ -67,7 +67,8 @@ def reset() -> Iterator[Batch]:
 
 
 def out_of_range() -> Iterator[Batch]:
-    return _batches(lambda batch: tuple(tensor + 10**6 for tensor in batch))
+    """In the third step: of the second all ranks wait for its hash before they compute, and say that batches differ."""
+    return _batches(lambda batch: tuple(tensor + 10**6 for tensor in batch), 3)
 
 
 def misshapen() -> Iterator[Batch]:
@@ -148,7 +149,7 @@ def after_closing() -> Iterator[Batch]:
 CAUSES = {
     "damaged": "ValueError: shard 7 is damaged" + LINE,
     "reset": "ConnectionResetError: Connection reset by peer: the store of samples" + LINE,
-    "out_of_range": r"IndexError: .*out of (range|bounds).* \(step 2, forward \S+\[\d+\].*\)",
+    "out_of_range": r"IndexError: .*out of (range|bounds).* \(step 3, forward \S+\[\d+\].*\)",
     "misshapen": "input 'words' has dtype float32 in step 2: expected a tensor of dtype int64; convert it first",
     "in_backward": r"ArithmeticError: the gradient is lost \(step 2, backward \S+\[\d+\], .*tests/cli/faults\.py:\d+ in broken\)",
     "in_optimizer": r"RuntimeError: the state of the optimizer is lost \(step 2, update @LAST, .*tests/cli/faults\.py:\d+ in step\)",

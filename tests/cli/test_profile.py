@@ -166,7 +166,7 @@ def test_a_tile_alone_takes_turns_with_others_of_the_model() -> None:
 @pytest.mark.slow
 def test_goes_on_where_a_budget_has_ended(brief: list[str], capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = iter(range(10**6))
-    monkeypatch.setattr(measuring.time, "monotonic", lambda: next(seconds))  # each look at the clock is a second later
+    monkeypatch.setattr(measuring, "time", SimpleNamespace(monotonic=lambda: next(seconds)))  # each of its looks at the clock is later
     first = told(capsys, [*COMMAND, "--budget", "6"])
     assert 0 < first["measured_now"] < len(everything())
     assert len(first["missing"]) == len(everything()) - first["measured_now"]

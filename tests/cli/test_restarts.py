@@ -277,8 +277,8 @@ def kill_a_rank(run: subprocess.Popen[str], draw: random.Random, saves: Path, le
         assert time.monotonic() < end_s and run.poll() is None, "no steps are done"
         time.sleep(0.02)
     time.sleep(draw.random() * 0.3)
-    ranks = [one for one in descendants(run.pid) if lives(one) and "spawn_main" in name_of(one)]
-    os.kill(draw.choice(ranks), signal.SIGKILL)
+    server = next(one for one in descendants(run.pid) if "forkserver" in name_of(one))  # ranks are forked from it
+    os.kill(draw.choice([one for one in descendants(server) if lives(one)]), signal.SIGKILL)
 
 
 def latest(saves: Path) -> int:

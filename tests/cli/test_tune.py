@@ -288,7 +288,7 @@ def test_interrupt_leaves_nothing(folder: Path) -> None:
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
         _, stderr = process.communicate(timeout=120)
-    assert (process.returncode, stderr) == (130, "soap-tune: interrupted\n")
+    assert (process.returncode, stderr) == (130, "soap-tune: interrupted: nothing was chosen yet\n")
     ranks = [int(path.name.removeprefix("rank-")) for path in folder.glob("rank-*")]
     assert len(ranks) == 2
     assert [pid for pid in ranks if Path(f"/proc/{pid}").exists()] == []

@@ -50,7 +50,8 @@ def run(steps: int, last: str) -> tuple[int, int, str]:
             try:
                 for number in range(steps):
                     act(*given(number))
-                act(*given(steps + (trainer.rank if last.startswith("other") else 0)))
+                batch = given(steps + (trainer.rank if last.startswith("other") else 0))
+                act(*(own.half() if "half" in last and own.is_floating_point() else own for own in batch))
             except RuntimeFailure as error:
                 return trainer.steps, compared, str(error)
             return trainer.steps, compared, ""
@@ -72,6 +73,11 @@ def test_the_second_batch_must_be_the_same(pool: Pool, last: str, said: str, don
     steps, _, failure = found[0]
     assert failure.endswith(f" were given other {said}{SAID}") and failure.startswith("ranks ")
     assert steps == done
+
+
+def test_a_batch_of_no_use_is_told_before_batches_are_compared(pool: Pool) -> None:
+    said = "input 'x' has dtype float16 in step 2: expected a tensor of dtype float32 or float64; convert it first"
+    assert set(pool.run(run, 1, "other in half precision")) == {(1, 0, said)}
 
 
 @pytest.mark.parametrize(("last", "messages"), [("batch", 1), ("part", 2)])
