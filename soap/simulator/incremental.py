@@ -16,8 +16,6 @@ from soap.simulator.folded import FoldedSimulation
 from soap.simulator.folded_bound import alike, folded_engine
 from soap.simulator.folding import Folding, fold
 from soap.simulator.memory.memory_sum import MemorySum
-from soap.simulator.memory.sizes import overflow_bytes
-from soap.simulator.memory.sweep import with_allowance
 from soap.simulator.shared import Shared
 from soap.simulator.simulate import CACHED_STRATEGIES, MOST_PLANNED_TILES, REST, Simulation, Simulator, is_large, tile_count
 from soap.strategy.config import OpConfig, Strategy, SyncConfig
@@ -86,14 +84,10 @@ class IncrementalSimulator:
         return found
 
     def overflow_bytes(self, strategy: Strategy) -> int:
-        """Bytes of memory that the devices lack, added up, as ``Simulator.cost`` has them. Of a strategy that is not folded and has more
-        than ``MOST_PLANNED_TILES``, if the sum of all that devices ever hold lacks any, these: exact answers take seconds there."""
+        """Bytes of memory that the devices lack, added up, as ``Simulator.cost`` has them."""
         holder, folding = self._holding(strategy)
-        if folding is None and not self._simulator.is_refused(strategy):
-            if holder.certainly_fits():
-                return 0
-            if tile_count(strategy) > MOST_PLANNED_TILES and (lacking := holder.most_lacking_bytes()):
-                return lacking
+        if not self._simulator.is_refused(strategy) and holder.certainly_fits():
+            return 0
         return self._simulator.overflow_of_played(strategy, holder.engine, folding)
 
     def folding(self, strategy: Strategy, syncs: Iterable[SyncConfig]) -> Folding | None:
@@ -106,8 +100,8 @@ class IncrementalSimulator:
         return None
 
     def fits(self, strategy: Strategy, engine: Engine, folding: Folding | None = None) -> bool:
-        """As ``Able.fits``; False, unasked, of a strategy of more than ``MOST_PLANNED_TILES``."""
-        return tile_count(strategy) <= MOST_PLANNED_TILES and self._simulator.overflow_of_played(strategy, engine, folding) == 0
+        """As ``Able.fits``."""
+        return self._simulator.overflow_of_played(strategy, engine, folding) == 0
 
     def peak_share(self, strategy: Strategy) -> float:
         """As ``Simulator.peak_share``."""
@@ -205,10 +199,6 @@ class _Holder:
         if self._judged is None or self._judged[0] is not last:
             self._judged = last, self._memory.verdict() == FITS
         return self._judged[1]
-
-    def most_lacking_bytes(self) -> int:
-        """How much devices lack at most, added up, of that strategy."""
-        return overflow_bytes([*map(with_allowance, self._memory.most_bytes())], self.engine.topology)
 
     def has(self, strategy: Strategy) -> bool:
         """Whether this is the last strategy simulated here."""

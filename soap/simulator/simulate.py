@@ -54,8 +54,7 @@ REFUSED_BYTES = 2**60
 """Lacking, as searches are told, for a plan by which the training cannot clip: more than any cluster lacks, so it is never taken."""
 
 MOST_PLANNED_TILES = 2**16
-"""Of two copies with more tiles no list of tasks is made. A chain takes a strategy with more only if even the sum of all that devices ever
-hold fits: to make its plan takes many seconds."""
+"""Of two copies with more tiles no list of tasks is made."""
 
 MANY_TILES = 2**14
 """A strategy with this many tiles or more is folded if possible: simulating all of it would take seconds."""
