@@ -304,7 +304,7 @@ class _Ways:
             self._tried.append(name)
             if certainly_lacks(graph, topology, strategy):
                 continue
-            if found and self._spent(1, self._expected_s(strategy)):
+            if found and not late and self._spent(1, self._expected_s(strategy)):
                 self._untried.append(name)
             else:
                 found.append(self._looked_at(name, strategy))
