@@ -65,10 +65,9 @@ def keeps_outputs(plan: Plan, tile: int) -> bool:
     return plan.tiles[tile].operator in plan.light_operators
 
 
-def dropped_holdings(plan: Plan, recomputation: Recomputation, active: Collection[int]) -> frozenset[int]:
-    """Holdings that are gone between their last reader in the forward pass and their tile's second run: those of recomputed tiles that no
-    other tile of their device reads that has a backward pass. ``active``: the tiles that have one."""
-    tiles = recomputation.tiles
+def dropped_holdings(plan: Plan, tiles: Collection[int], active: Collection[int]) -> frozenset[int]:
+    """Holdings that are gone between their last reader in the forward pass and their tile's second run: those of recomputed ``tiles`` that
+    no other tile of their device reads that has a backward pass. ``active``: the tiles that have one."""
     kept: set[int] = set()
     for fetch in plan.fetches if tiles else ():
         held = [plan.holdings[piece.holding] for piece in fetch.pieces]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from soap.cluster.topology import Topology
 from soap.errors import RuntimeFailure
 from soap.model.graph import OperatorGraph
-from soap.plan.running.forward_order import ExecutionOrder
+from soap.plan.running.order import ExecutionOrder
 from soap.plan.syncs.bucketing import sums_of_one
 from soap.runtime.program.actions import LAST_ONLY, ActionKind, part_of
 from soap.runtime.program.program import Program, compile_program

@@ -44,7 +44,7 @@ def test_a_repeated_layer_is_one_run_and_what_goes_on_behind_it_is_all_that_is_k
         assert sum(not own.isdisjoint(run) for run in runs_of(graph)) == sum(own <= {*run} for run in runs_of(graph)) == 1
     plan = build_plan(graph, recomputed(graph, data_parallel(graph, TOPOLOGY)), TOPOLOGY)
     active = {tile for tile, own in enumerate(plan.tiles) if graph.needs_backward(plan.operator(own))}
-    dropped = dropped_holdings(plan, find_recomputation(plan, active), active)
+    dropped = dropped_holdings(plan, find_recomputation(plan, active).tiles, active)
     kept = {graph.operators[plan.tiles[own.tile].operator].name for place, own in enumerate(plan.holdings) if place not in dropped}
     assert kept.isdisjoint(set().union(*inside)) and {f"{i}.add2" for i in range(3)} <= kept
 

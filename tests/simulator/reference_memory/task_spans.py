@@ -57,7 +57,7 @@ class TaskSpans:
             if task.tile is not None:
                 passes[task.kind][task.tile] = (start, end)
         self.recomputation = find_recomputation(self.plan, self.backward)
-        self.dropped = dropped_holdings(self.plan, self.recomputation, self.backward)
+        self.dropped = dropped_holdings(self.plan, self.recomputation.tiles, self.backward)
         self.unread = frozenset(unread_tiles(self.plan))
         self.away, self.back = self._copies()
         segments = order.segments
