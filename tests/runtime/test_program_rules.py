@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
 from soap.plan.plan import Plan
-from soap.plan.recomputation import find_recomputation
 from soap.plan.running.activity import PlanIndex
 from soap.plan.running.epilogue import LossEpilogue, no_epilogue
 from soap.plan.running.order import ExecutionOrder, places_of
@@ -28,6 +27,7 @@ from tests.simulator.reference_memory.running import (
     cut_segments,
     epilogue_last,
     find_activity,
+    find_recomputation,
     forward_order,
     model_order_if_nothing_travels,
     sources_late,

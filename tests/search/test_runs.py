@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from soap.model.graph import OperatorGraph
-from soap.plan.recomputation import dropped_holdings, find_recomputation
+from soap.plan.recomputation import dropped_holdings
 from soap.profiles.roofline import RooflineCosts
 from soap.simulator.lowering import build_plan
 from soap.simulator.simulate import Simulator
@@ -18,6 +18,7 @@ from soap.strategy.classical import data_parallel
 from soap.strategy.named import named
 from soap.strategy.recomputation import LIGHT, RECOMPUTED, STAYS, _ends_of_runs, recomputed, run_levels, runs_of
 from tests.graph_builder import GraphBuilder, mlp, transformer
+from tests.simulator.reference_memory.running import find_recomputation
 from tests.strategies import CPU, cluster
 
 TOPOLOGY = cluster([1, 1], CPU)

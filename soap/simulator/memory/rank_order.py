@@ -226,7 +226,7 @@ class _Ordering:
         return found
 
     def _again(self, active: Active) -> Again:
-        """``find_recomputation``."""
+        """What runs twice."""
         again, none = active.tiles & self._of(self._plan.recomputed_operators), np.zeros(0, np.int64)
         if not again.any():
             return Again(again, none, none)
@@ -239,8 +239,8 @@ class _Ordering:
         return Again(again, maker[own][place][again[reader]], reader[again[reader]])
 
     def _runs(self, again: Again) -> Longs:
-        """By tile, the lowest tile of its run, or -1 if it does not run twice: ``Recomputation.run``. Linked tiles take the lower one's
-        number, and that one's, until all agree."""
+        """By tile, the lowest tile of its run, or -1 if it does not run twice. Linked tiles take the lower one's number, and that one's,
+        until all agree."""
         run, together = np.arange(len(again.tiles)), ~self._of(self._plan.light_operators)[again.reader]
         one, other = again.maker[together], again.reader[together]
         while (run[one] != run[other]).any():

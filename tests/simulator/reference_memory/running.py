@@ -6,17 +6,52 @@ Each rule takes a topological order of all tiles and returns one. ``forward_orde
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from soap.plan.division import apart
 from soap.plan.plan import Plan
-from soap.plan.recomputation import Recomputation, find_recomputation
+from soap.plan.recomputation import keeps_outputs, second_links
 from soap.plan.running.activity import Activity, PlanIndex
 from soap.plan.running.epilogue import LossEpilogue, closing_tensors, epilogue_of, kept_epilogue, no_epilogue
 from soap.plan.running.order import ExecutionOrder, Segment, Turns, places_of, require_topological
 from soap.plan.running.order import by_action as turns_by_action
+
+
+@dataclass(frozen=True)
+class Recomputation:
+    """``tiles``: those that run twice. ``links``: ``second_links``. ``run``: tile -> the first tile of its run: linked tiles are of one
+    run, but for those that keep their outputs (``light``), each of which is one."""
+
+    tiles: frozenset[int] = frozenset()
+    links: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    run: Mapping[int, int] = field(default_factory=dict)
+    light: frozenset[int] = frozenset()
+
+
+def find_recomputation(plan: Plan, active: Collection[int]) -> Recomputation:
+    """What runs twice. ``active``: the tiles that have a backward pass."""
+    tiles = frozenset(tile for tile in active if plan.tiles[tile].operator in plan.recomputed_operators)
+    links, light = second_links(plan, active), frozenset(tile for tile in tiles if keeps_outputs(plan, tile))
+    return Recomputation(tiles, links, _runs(tiles, links, light), light)
+
+
+def _runs(tiles: Collection[int], links: Mapping[int, tuple[int, ...]], light: Collection[int]) -> dict[int, int]:
+    """Tile -> the lowest tile of its run."""
+    first = {tile: tile for tile in tiles}
+
+    def find(tile: int) -> int:
+        while first[tile] != tile:
+            first[tile] = first[first[tile]]
+            tile = first[tile]
+        return tile
+
+    for tile, makers in links.items():
+        for maker in makers if tile not in light else ():
+            one, other = sorted((find(tile), find(maker)))
+            first[other] = one
+    return {tile: find(tile) for tile in sorted(tiles)}
 
 
 @dataclass(frozen=True)
