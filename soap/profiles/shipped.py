@@ -12,7 +12,7 @@ import json
 from dataclasses import replace
 from functools import cache
 
-from soap.cluster.gpu_names import known_gpu
+from soap.cluster.kinds import known_gpu
 from soap.cluster.presets import device_types
 from soap.cluster.topology import DeviceType, Topology
 from soap.profiles.entries import Entry, decode
