@@ -200,19 +200,23 @@ MOST_OPERATORS = 16
 """Rows of the list of operators; the strategy file has all."""
 
 
+def subject(graph: OperatorGraph, topology: Topology) -> dict[str, dict[str, Any]]:
+    """A report's model and cluster as plain JSON values."""
+    return {
+        "model": {"name": graph.name, "hash": graph.hash, "operators": len(graph.operators)},
+        "cluster": {"name": topology.name, "hash": topology.hash, "devices": [device.name for device in topology.devices]},
+    }
+
+
 def document(simulator: Simulator, strategy: Strategy, simulation: Simulation | FoldedSimulation) -> dict[str, Any]:
     """A simulated strategy as plain JSON values. The keys are part of the commands' interface."""
     graph, topology = simulator.graph, simulator.topology
     usual, others = usual_strategies(simulator), baselines(simulator)
     baseline = usual[BASELINE]
+    about = subject(graph, topology)
+    about["cluster"]["shared_cores"] = shared_cores(topology)
     return {
-        "model": {"name": graph.name, "hash": graph.hash, "operators": len(graph.operators)},
-        "cluster": {
-            "name": topology.name,
-            "hash": topology.hash,
-            "devices": [device.name for device in topology.devices],
-            "shared_cores": shared_cores(topology),
-        },
+        **about,
         "same_as": next((name for name, own in usual.items() if own == strategy), None),
         "costs": costs_record(simulator, simulation.tasks),
         "folded": _folded(simulator, strategy, simulation),

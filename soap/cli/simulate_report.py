@@ -15,7 +15,7 @@ from soap.api.predictions import LargePrediction
 from soap.cli.command import OPTIONS, Parser, UsageError, refuse_given
 from soap.cli.options import reading_options
 from soap.cli.plain_text import aligned, and_more, attributes, listed, milliseconds
-from soap.cli.plan_summary import budgeted, budgeted_text, kinds_text
+from soap.cli.plan_summary import budgeted, budgeted_text, kinds_text, subject
 from soap.cluster.fewer import part_of
 from soap.cluster.topology import Topology
 from soap.errors import InfeasibleError, StrategyError
@@ -259,8 +259,7 @@ def check_fits(args: argparse.Namespace) -> None:
 def fit_document(fit: Fit, args: argparse.Namespace, graph: OperatorGraph, topology: Topology) -> dict[str, Any]:
     """Plain JSON values. The keys are part of the command's interface."""
     return {
-        "model": {"name": graph.name, "hash": graph.hash, "operators": len(graph.operators)},
-        "cluster": {"name": topology.name, "hash": topology.hash, "devices": [device.name for device in topology.devices]},
+        **subject(graph, topology),
         "fits": fit.fits,
         "asked": _way(fit.asked),
         "ways": [{**_way(way), "commands": commands(way, args)} for way in fit.ways],

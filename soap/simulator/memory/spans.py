@@ -25,8 +25,8 @@ Span = tuple[int, int]
 class Spans(NamedTuple):
     """Starts and ends, NEVER where there is none.
 
-    By tile: ``forward``, ``backward`` (not of tiles that make only what nobody reads, ``unread``), ``weights``: of its weight gradients, if
-    its backward pass is in two; ``again``: its second run, from when ranks begin it, and ``again_work_end``: when that has computed;
+    By tile: ``forward``, ``backward`` (not of ``unread_tiles``), ``weights``: of its weight gradients, if its backward pass is in two;
+    ``again``: its second run, from when ranks begin it, and ``again_work_end``: when that has computed;
     ``let_go``: when all has gone that it keeps, if its mark says so (``Marked.kept_until``). ``segment``: the first tile of its segment, in
     the order in which ranks run it. ``begun``: when that segment's backward pass begins. ``light``: whether it keeps its outputs though it
     runs again. ``rows_start``, ``rows_end``: of each row of marks, by name. By carrier: ``brought``, ``returned``. By reduction:
