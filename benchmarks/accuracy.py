@@ -35,8 +35,7 @@ from benchmarks.models import EMULATED_MODELS, export_model
 from benchmarks.turns import in_turns, turns_of
 from soap import api
 from soap.cli import profile
-from soap.cli.emulation import part_of_the_box
-from soap.cli.options import Reading, not_negative, positive
+from soap.cli.options import Reading, not_negative, part_of_the_box, positive
 from soap.cli.run import start
 from soap.cli.training import Job
 from soap.cli.updating import Updating, states_of

@@ -32,7 +32,8 @@ from soap.cli.updating import TIMED_LEARNING_RATE
 from soap.cluster.topology import DeviceKind, Topology
 from soap.measure.iteration import peak_memory
 from soap.model.graph import OperatorGraph
-from soap.runtime.comm.world import choose_device, close_world, open_world, world_size
+from soap.runtime.comm.launched import world_size
+from soap.runtime.comm.world import choose_device, close_world, open_world
 from soap.runtime.trainer import Trainer
 from soap.simulator.reference import execution_order
 from soap.strategy.config import Strategy
@@ -44,7 +45,8 @@ ADAM_RATE = TIMED_LEARNING_RATE
 KEEPING_STATES = ("ZeroRedundancyOptimizer", "fully_shard", "fully_shard + checkpoint_wrapper")
 """Peers that are about the optimizer's states, or more."""
 Placed = TypeVar("Placed", Tensor, nn.Module)
-Rest, Found = ParamSpec("Rest"), TypeVar("Found")
+Rest = ParamSpec("Rest")
+Found = TypeVar("Found")
 Step = Callable[[], float]
 """One training iteration; gives the loss."""
 

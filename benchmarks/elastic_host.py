@@ -57,7 +57,8 @@ class Host:
     def __init__(self, number: int, job: Job) -> None:
         self._number, self._job = number, job
         self.device = SharedProcessor(job.place.shares[number])
-        self._stack, self._worker = ExitStack(), None
+        self._stack = ExitStack()
+        self._worker: Worker | None = None
 
     def serve(self, server: int, layout: Layout, steps: Steps | None) -> int:
         """Serve a server's partitions, ``steps``: where an update is that of a whole step. Returns the port."""

@@ -30,6 +30,7 @@ from benchmarks.quiet import Watch, wait_until_quiet
 from soap import api
 from soap.cli.options import not_negative, positive
 from soap.cli.training import Job, train
+from soap.cli.updating import Updating
 from soap.measure.this_machine import cpu_cores, cpu_model
 from soap.runtime.comm.launch import launch
 from soap.search.options import SearchOptions
@@ -112,8 +113,7 @@ def measured(
         strategies={name: (strategy, orders[name]) for name, strategy in strategies.items()},
         steps=args.steps,
         seed=args.seed,
-        optimizer="sgd",
-        learning_rate=0.01,
+        optimizer=Updating(("sgd",), 0.01),
     )
     outcome = launch(simulator.topology.device_count, train, (job,))[0]
     return {name: times.times_ns for name, times in outcome.measured.items()}

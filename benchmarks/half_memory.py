@@ -29,8 +29,7 @@ from benchmarks.models import EMULATED_MODELS, export_model
 from benchmarks.pages import give
 from benchmarks.quiet import Watch
 from soap import api
-from soap.cli.emulation import part_of_the_box
-from soap.cli.options import not_negative, positive
+from soap.cli.options import not_negative, part_of_the_box, positive
 from soap.cli.updating import states_of
 from soap.cli.verification import verify
 from soap.cluster.memory_budget import with_memory_budget
@@ -189,14 +188,14 @@ def contenders(simulator: Simulator, outcome: api.SearchOutcome, most: int) -> d
 
 
 def _candidates(graph: OperatorGraph, simulator: Simulator, outcome: api.SearchOutcome) -> Iterator[tuple[str, Strategy]]:
-    """Names and plans: with names, those with which the search began, and its next best ones."""
+    """Names and plans: with names, those with which the search began, and its best ones."""
     topology = simulator.topology
     for name in dict.fromkeys((*ALWAYS, *saving_names(topology))):
         yield name, named(name, graph, topology)
     for start in outcome.result.starts:
         yield start.name, start.strategy
-    for number, next_one in enumerate(outcome.next_best, 2):
-        yield f"{FOUND} {number}", next_one.strategy
+    for number, finalist in enumerate(outcome.result.finalists, 1):
+        yield f"{FOUND} {number}", finalist.strategy
 
 
 def weighed(file: Path, simulator: Simulator, plans: Mapping[str, Strategy], timed: Sequence[Plan]) -> list[Run]:

@@ -30,10 +30,10 @@ def read(path: Path, cell: Mapping[str, Any], version: int, command: str) -> lis
         "required": ["version", "cells"],
         "additionalProperties": False,
     }
-    error = best_match(Draft202012Validator(schema).iter_errors(document))
-    if error is not None:
-        place = "/".join(map(str, error.absolute_path)) or "the whole"
-        said = error.message if len(error.message) < 200 else f"{error.message[:200]}…"
+    fault = best_match(Draft202012Validator(schema).iter_errors(document))
+    if fault is not None:
+        place = "/".join(map(str, fault.absolute_path)) or "the whole"
+        said = fault.message if len(fault.message) < 200 else f"{fault.message[:200]}…"
         raise SoapError(f"results {str(path)!r}: {place}: {said}; expected a file of {command}")
     found: list[dict[str, Any]] = document["cells"]
     return found

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 import soap
 from soap.elastic.launcher import Options, Run, train
+from soap.elastic.layout import TableCut
 from soap.elastic.session import module, session
 from soap.elastic.store import Keeping
 from soap.elastic.worker import InMemory, Report, Source
@@ -105,8 +106,9 @@ COUNTED: dict[str, Any] = {"reduce_dense": "sum", "reduce_sparse": "sum"}
 def options(settings: Settings) -> Options:
     """Of the launcher."""
     machines = None if settings.server_machines is None else tuple(settings.server_machines)
-    own = (BATCH, settings.epochs, settings.workers, settings.servers, settings.partitions)
-    return Options(*own, bound=None, server_machines=machines, **COUNTED)
+    cut = TableCut(0, tuple(part % settings.servers for part in range(settings.partitions)))
+    placed: dict[str, Any] = {"tables": {"rows.weight": cut}, "dense": tuple(range(settings.servers)), "server_machines": machines}
+    return Options(BATCH, settings.epochs, settings.workers, settings.servers, bound=None, **placed, **COUNTED)
 
 
 def counted(parameters: Mapping[str, Tensor]) -> dict[str, Any]:

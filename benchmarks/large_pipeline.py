@@ -24,7 +24,7 @@ from soap.schedules.named import parse
 from soap.search.pipelines import pipelines
 from soap.search.pipelining import pipelined
 from soap.simulator.incremental import IncrementalSimulator
-from soap.simulator.simulate import Simulator, is_planned, tile_count
+from soap.simulator.simulate import MOST_PLANNED_TILES, Simulator, tile_count
 from soap.strategy.config import Strategy
 from soap.units import format_bytes
 
@@ -54,9 +54,9 @@ class Clock:
         return step_ns
 
     def fits(self, name: str, simulator: IncrementalSimulator, strategy: Strategy) -> bool:
-        """Asks whether it fits into memory; of plans that are too large to be made, the bounds say what is missing at most."""
+        """Asks whether it fits into memory; of very many tiles the sum of all that devices ever hold says what is missing at most."""
         lacking = simulator.overflow_bytes(strategy)
-        most = "" if is_planned(strategy) else " at most"
+        most = "" if tile_count(strategy) <= MOST_PLANNED_TILES else " at most"
         self.say(f"{name}: {f'{format_bytes(lacking)} missing{most}' if lacking else 'fits'}")
         return lacking == 0
 

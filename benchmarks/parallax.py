@@ -286,8 +286,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, rows in TABLE_2.items():
         seconds = cluster.seconds(name, "PS", 8)
         print(f"| {name}, published | {' | '.join(f'{rate / rows[8]:.2f}' for rate in rows.values())} |")
-        found = [seconds / cluster.seconds(name, "PS", partitions) for partitions in rows]
-        print(f"| {name}, simulated | {' | '.join(f'{ratio:.2f}' for ratio in found)} |", flush=True)
+        ratios = [seconds / cluster.seconds(name, "PS", partitions) for partitions in rows]
+        print(f"| {name}, simulated | {' | '.join(f'{ratio:.2f}' for ratio in ratios)} |", flush=True)
     single = {name: api.load(f"zoo:{name}@{batch}", plan_only=True).graph for name, batch in BATCH_PER_DEVICE.items()}
     for lines in (partitioned(cluster), by_sparsity(constants), scaled_up(cluster, Cluster(constants, single))):
         print("\n" + "\n".join(lines), flush=True)

@@ -23,8 +23,7 @@ from benchmarks.end_to_end import machine
 from benchmarks.models import export_model
 from benchmarks.quiet import Watch
 from soap import api
-from soap.cli.emulation import part_of_the_box
-from soap.cli.options import not_negative, positive
+from soap.cli.options import not_negative, part_of_the_box, positive
 from soap.cli.updating import states_of
 from soap.cluster.topology import Topology
 from soap.errors import SoapError

@@ -33,7 +33,7 @@ from benchmarks.wsp_replay import WORKERS
 from soap import api
 from soap.cli import emulation
 from soap.cli.batches import lease_data
-from soap.cli.options import not_negative, positive
+from soap.cli.options import not_negative, part_of_the_box, positive
 from soap.cli.stale_run import rate_of, samples_per_second
 from soap.cluster.topology import Topology
 from soap.elastic.simulation.steady import NO_DELAYS
@@ -272,7 +272,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--minibatches", type=positive, default=60, help="of each worker, or steps (default %(default)s)")
     parser.add_argument("--budget", type=positive, default=2000, help="of the search for the best synchronous plan (default %(default)s)")
     parser.add_argument("--profile", type=not_negative, default=60, help="seconds, twice for each shape (default %(default)s)")
-    parser.add_argument("--scale", type=emulation.part_of_the_box, default=1.0, help="less than 1 beside other programs")
+    parser.add_argument("--scale", type=part_of_the_box, default=1.0, help="less than 1 beside other programs")
     args = parser.parse_args(argv)
     try:
         for path in filter(None, (args.results, args.write)):

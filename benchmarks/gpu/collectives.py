@@ -33,7 +33,7 @@ hosts:
 def alone(device: str, tiny: bool) -> list[dict[str, Any]]:
     """A world of one rank: both collectives leave what they got. What a call takes of it."""
     backend = "nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     try:
         comm = Communicator(torch.device(device), [(0,)], timedelta(seconds=60))
         return [_both(comm, kind, size // 1024 if tiny else size) for kind in TYPES for size in SIZES]
