@@ -36,10 +36,11 @@ from soap import api
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
 from soap.model.sparse_access import RowAccess
-from soap.search.partition_tuning import MAX_PARTITIONS, Sample, Tuning, choose, next_partitions, settled_ns
+from soap.search.partition_tuning import Sample, Tuning, choose, next_partitions, settled_ns
 from soap.simulator.lowering import build_plan, lower
 from soap.simulator.reference import simulate
 from soap.strategy.config import Strategy, SyncConfig
+from soap.strategy.sync_contracts import MAX_PARTITIONS
 from soap.strategy.sync import SPARSE_ALL_GATHER, parameter_server
 from soap.zoo.lm1b import SampledConfig, SampledLanguageModel
 
