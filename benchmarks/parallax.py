@@ -40,8 +40,8 @@ from soap.search.partition_tuning import Sample, Tuning, choose, next_partitions
 from soap.simulator.lowering import build_plan, lower
 from soap.simulator.reference import simulate
 from soap.strategy.config import Strategy, SyncConfig
-from soap.strategy.sync_contracts import MAX_PARTITIONS
 from soap.strategy.sync import SPARSE_ALL_GATHER, parameter_server
+from soap.strategy.sync_contracts import MAX_PARTITIONS
 from soap.zoo.lm1b import SampledConfig, SampledLanguageModel
 
 CLUSTER = "titanxp-8x6"
