@@ -6,11 +6,13 @@ devices, which takes a second. So operators stay where the start has them.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from soap.plan.marks.seam import all_marked
 from soap.search.able import Able
 from soap.search.compiled.runner import CompiledSpace
-from soap.search.space import OperatorSpace, Space
+from soap.search.space import Marked, OperatorSpace, Space
 from soap.simulator.engine import Engine
 from soap.simulator.folded_bound import folded_shared
 from soap.simulator.folding import Folding
@@ -49,6 +51,7 @@ def copies_of(space: Space, able: Able, strategy: Strategy) -> Copies | None:
     graph, topology = folding.copies.graph, folding.topology
     stays = {len(op.factors): OperatorSpace([(1,) * (1 + len(op.factors))], 1, shuffled=0.0) for op in graph.operators}
     syncs = {name: [own for own in choices if own in folding.syncs] for name, choices in space.syncs.items()}
+    folds = {field: tuple(own for own in sets if not _keeps_on_hosts(own)) for field, sets in space.by_field.items()}
     own = replace(
         space,
         graph=graph,
@@ -59,9 +62,15 @@ def copies_of(space: Space, able: Able, strategy: Strategy) -> Copies | None:
         references=(),
         allowed=(),
         syncs={name: tuple(choices) for name, choices in syncs.items() if len(choices) > 1},
+        by_field=folds,
         sizes=(),
     )
     costs = able.engine_costs
     shared = folded_shared(folding, costs)
     compiled = CompiledSpace(own, topology, costs, able.optimizer_states, able.draws, able.training, shared)
     return Copies(strategy, folding, compiled, able)
+
+
+def _keeps_on_hosts(operators: Iterable[Marked]) -> bool:
+    """Whether their marks let hosts keep something, which keeps a strategy from being folded."""
+    return any(hold.on_host for own in operators for hold in all_marked()[own.whole].holds)

@@ -11,6 +11,7 @@ from soap.profiles.roofline import RooflineCosts
 from soap.search.chains import search
 from soap.search.compiled.runner import CompiledChain
 from soap.search.copies import Copies, copies_of
+from soap.search.offloading import with_offloading
 from soap.search.options import SearchOptions
 from soap.search.recomputing import with_recomputation
 from soap.search.space import build_space
@@ -82,6 +83,12 @@ def test_what_fits_is_what_fits_as_a_whole() -> None:
 
     chain.run(50, beta=5.0, focus=0.0, fits=fits)
     assert answers == {True, False} and simulator.run(copies.unfolded(chain.best)).fits
+
+
+def test_what_keeps_a_strategy_from_being_folded_is_left_out() -> None:
+    evaluator, space = IncrementalSimulator(Simulator(GRAPH, TOPOLOGY, COSTS)), with_offloading(SPACE)
+    copies = copies_of(space, evaluator, named("fsdp", GRAPH, TOPOLOGY))
+    assert copies is not None and len(space.marks) > len(SPACE.marks) == len(copies.compiled.space.marks) > 0
 
 
 def test_nothing_is_searched_so_that_is_small_or_cannot_be_folded(monkeypatch: pytest.MonkeyPatch) -> None:
