@@ -417,7 +417,17 @@ class _Folding:
         made = Topology(whole.name, devices, _hosts(whole, hosts), own, measured=whole.measured, described=described)
         if _ways(made) != _ways(whole):
             raise UnfoldableError(f"{len(self.images)} copies without links or devices that change what communication costs")
-        return replace(made, latency_factor=whole.latency_factor, own_samples=whole.own_samples)
+        return replace(made, latency_factor=whole.latency_factor, own_samples=whole.own_samples, limits=self._limits())
+
+    def _limits(self) -> tuple[int, ...]:
+        """For each device the least that those for which it stands may use, and those that are idle; nothing if each may use all it has."""
+        limits, images = np.array(self.topology.memory_limits), self.images
+        if not self.topology.limits:
+            return ()
+        first, others = limits[images[0]].tolist(), limits[images[1:]].min(axis=0).tolist()
+        least = {**dict(zip(images[0].tolist(), first, strict=True)), **dict(zip(images[1].tolist(), others, strict=True))}
+        idle = np.delete(limits, np.unique(images)).tolist()
+        return tuple([min(least[device], *idle) if idle else least[device] for device in self.copies.devices])
 
     def _check_fetches(self, builder: PlanBuilder) -> None:
         folded = self.copies.folded

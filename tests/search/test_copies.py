@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from soap.cluster.memory_budget import with_memory_budget
 from soap.cluster.topology import Topology
 from soap.profiles.roofline import RooflineCosts
 from soap.search.chains import search
@@ -67,7 +68,7 @@ def test_costs_are_those_of_the_whole(name: str) -> None:
 def tight() -> Topology:
     """A cluster where nearly all parameters have to be owned in parts."""
     most, least = (max(Simulator(GRAPH, TOPOLOGY, COSTS).run(named(name, GRAPH, TOPOLOGY)).peak_bytes) for name in ("zero1", "fsdp"))
-    return cluster([4, 4], replace(GPU, memory_bytes=(most + 3 * least) // 4), 1e10)
+    return with_memory_budget(TOPOLOGY, f"{(most + 3 * least) // 4} B")
 
 
 def test_what_fits_is_what_fits_as_a_whole() -> None:
@@ -83,6 +84,19 @@ def test_what_fits_is_what_fits_as_a_whole() -> None:
 
     chain.run(50, beta=5.0, focus=0.0, fits=fits)
     assert answers == {True, False} and simulator.run(copies.unfolded(chain.best)).fits
+
+
+@pytest.mark.parametrize("short", [0, 1, 6])
+def test_a_device_that_may_use_less_than_others_counts(short: int) -> None:
+    start = named("fsdp", GRAPH, TOPOLOGY)
+    folded = Simulator(GRAPH, TOPOLOGY, COSTS).run_folded(start, nearly=True)
+    assert not isinstance(folded, str)
+    needed = folded.peak_bytes[short]
+    for lacking in (0, 1):
+        topology = replace(TOPOLOGY, limits=tuple(10 * needed if device != short else needed - lacking for device in range(8)))
+        evaluator = IncrementalSimulator(Simulator(GRAPH, topology, COSTS))
+        evaluator.makespan_ns(start)
+        assert (evaluator.overflow_bytes(start) > 0) == (lacking > 0)
 
 
 def test_what_keeps_a_strategy_from_being_folded_is_left_out() -> None:
