@@ -68,6 +68,7 @@ MARKS: tuple[Mark, ...] = (Mark(), *(Mark(feature, value) for feature in FEATURE
 _NUMBERS = {(mark.field, mark.value): number for number, mark in enumerate(MARKS)}
 _VALUES = attrgetter(*(feature.field for feature in FEATURES))
 _UNMARKED = tuple(feature.values[0] for feature in FEATURES)
+_BY_VALUES = {tuple(mark.value if own is mark.feature else own.values[0] for own in FEATURES): number for number, mark in enumerate(MARKS)}
 
 
 def marks_of(field: str) -> tuple[int, ...]:
@@ -92,7 +93,8 @@ def _given(config: OpConfig) -> Iterator[tuple[Feature, Any]]:
 
 def mark_of(config: OpConfig) -> int:
     """The mark of a configuration; 0 if it has none."""
-    return 0 if _VALUES(config) == _UNMARKED else next(_NUMBERS[feature.field, value] for feature, value in _given(config))
+    number = _BY_VALUES.get(_VALUES(config))
+    return next(_NUMBERS[feature.field, value] for feature, value in _given(config)) if number is None else number
 
 
 def fields_of(mark: int) -> dict[str, Any]:

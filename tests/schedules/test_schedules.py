@@ -13,7 +13,7 @@ from soap.schedules.dependencies import Barrier
 from soap.schedules.interleaved import round_sizes
 from soap.schedules.named import SCHEDULES, NamedSchedule, form, forms, parse
 from soap.schedules.play import awaiting_weights, in_flight, peaks
-from soap.schedules.table import SHARES, WORK, Action, Table
+from soap.schedules.table import KINDS, SHARES, WORK, Action, Table
 from tests.extent import MANY, so_many
 from tests.schedules.tables import NAMED, can_be_executed, tables
 
@@ -193,9 +193,10 @@ def test_what_is_kept_is_what_lies_between(table: Table, data: st.DataObject) ->
         for action, start in place.items():
             if action.kind == "F":
                 _, chunk, microbatch = action
-                inputs = place.get(Action("B", chunk, microbatch), place.get(Action("I", chunk, microbatch), -1))
+                own = {kind: place[Action(kind, chunk, microbatch)] for kind in KINDS if Action(kind, chunk, microbatch) in place}
+                inputs = next((i for kind, i in own.items() if "inputs" in WORK[kind].shares), -1)
                 for i in range(start, inputs + 1):
                     at[i] += activation[chunk]
-                for i in range(inputs + 1, place.get(Action("W", chunk, microbatch), -1) + 1):
+                for i in range(inputs + 1, max(own.values()) + 1):
                     at[i] += weights[chunk]
         assert max(at) == most
