@@ -27,10 +27,11 @@ test-all: export APART :=
 # The tests start many processes on few cores; a thread pool in each would only make them wait for each other.
 test test-all quick: export OMP_NUM_THREADS ?= 1
 
-# pytest keeps what it has made of modules of tests: collecting takes 13 seconds of a core with it, 27 without. In a new checkout one
-# process makes it while machine code is compiled, not each worker for itself.
+# Whoever first imports a module keeps its bytecode: a third of what is installed is ever imported. And pytest keeps what it has made of
+# modules of tests: collecting takes 13 seconds of a core with it, 27 without. In a new checkout one process makes it while machine code is
+# compiled, not each worker for itself.
 PARSED := .pytest_cache/parsed
-test test-all quick: export PYTHONDONTWRITEBYTECODE :=
+export PYTHONDONTWRITEBYTECODE :=
 
 # How much of each suite: tests/extent.py, docs/testing.md
 test: export SOAP_TESTS ?= test
@@ -39,9 +40,10 @@ quick: export SOAP_TESTS ?= quick
 test: export CHOSEN ?= -m "not long" --durations 30
 test-all: export CHOSEN ?= --timeout 3600 --durations 100
 quick: export CHOSEN ?= -m "not slow and not long"
+TWO = $(MAKE) --no-print-directory -j 2
 PYTEST = $(PY) -m pytest $(CHOSEN) -n $(WORKERS) --dist worksteal $(APART:%=--ignore=%)
 
-.PHONY: help demo test test-all quick checked apart lint types machine-code wheel docs venv clean
+.PHONY: help demo test test-all quick suite apart lint types machine-code wheel docs venv clean
 .DEFAULT_GOAL := help
 
 help:  ## what can be made
@@ -50,20 +52,21 @@ help:  ## what can be made
 demo: $(ENVIRONMENT)  ## export a model, search, train with the found strategy on this machine's processes, check it
 	$(PY) -m examples.demo
 
-test: checked  ## what every change must pass: lint, types, tests (of each guarantee a part)
+test: lint  ## what every change must pass: lint, types, tests (of each guarantee a part)
+	@$(TWO) types apart suite
+
+test-all: lint $(DOCS_ENVIRONMENT)  ## lint, types, and all tests with all their cases
+	@$(TWO) types apart suite
+
+quick: lint  ## `make test` without the slow tests
+	@$(TWO) types apart suite
+
+suite: machine-code
 	$(PYTEST)
 
-test-all: checked $(DOCS_ENVIRONMENT)  ## lint, types, and all tests with all their cases
-	$(PYTEST)
-
-quick: checked  ## `make test` without the slow tests
-	$(PYTEST)
-
-checked: lint  # two processes, as the tests themselves have
-	@$(MAKE) --no-print-directory -j 2 types machine-code $(PARSED) apart
-
-apart: $(ENVIRONMENT)
-	@[ -z "$(APART)" ] || $(PY) -m pytest -q $(CHOSEN) $(APART)
+# What they have to say comes in one piece, as the suite's tests may run already.
+apart: types $(PARSED)
+	@[ -z "$(APART)" ] || { $(PY) -m pytest -q $(CHOSEN) $(APART) > $(PARSED).apart 2>&1 && cat $(PARSED).apart; } || { cat $(PARSED).apart >&2; exit 1; }
 
 $(PARSED): $(ENVIRONMENT)
 	@mkdir -p $(@D)
@@ -95,7 +98,6 @@ $(STAMP): pyproject.toml constraints.txt
 	if [ -z "$$python" ]; then echo "make: no Python >= 3.11 found on PATH; install one, or name it: make venv PY=..." >&2; exit 1; fi; \
 	[ -x $(VENV)/bin/python ] || $$python -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --no-compile -c constraints.txt -e '.[test,plots,preprocess,elastic,report]'
-	@$(VENV)/bin/python -m compileall -qq -j 0 -x /tests/ $(VENV)/lib || :  # on all cores, where pip has one; some files are templates
 	@touch $@
 
 $(VENV)/.docs-installed: $(STAMP)

@@ -30,7 +30,7 @@ from soap.cluster.presets import local_topology
 from soap.cluster.topology import Topology
 from soap.measure.iteration import PeakMemory, peak_memory
 from soap.model.graph import OperatorGraph
-from soap.plan.running.forward_order import ExecutionOrder
+from soap.plan.running.order import ExecutionOrder
 from soap.runtime.comm.launch import launch
 from soap.runtime.comm.world import close_world, open_world
 from soap.runtime.trainer import Trainer

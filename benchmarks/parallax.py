@@ -36,11 +36,12 @@ from soap import api
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
 from soap.model.sparse_access import RowAccess
-from soap.search.partition_tuning import tune
+from soap.search.partition_tuning import Sample, Tuning, choose, next_partitions, settled_ns
 from soap.simulator.lowering import build_plan, lower
 from soap.simulator.reference import simulate
 from soap.strategy.config import Strategy, SyncConfig
 from soap.strategy.sync import SPARSE_ALL_GATHER, parameter_server
+from soap.strategy.sync_contracts import MAX_PARTITIONS
 from soap.zoo.lm1b import SampledConfig, SampledLanguageModel
 
 CLUSTER = "titanxp-8x6"
@@ -110,6 +111,16 @@ class Cluster:
     def beside(self, model: str) -> float:
         """How many times as long as AR PS takes."""
         return self.seconds(model, "PS") / self.seconds(model, "AR")
+
+
+def tune(measure: Callable[[int], Sequence[float] | None], hosts: int, most: int = MAX_PARTITIONS) -> Tuning:
+    """Sample, fit, choose. ``measure``: times of a run's iterations in nanoseconds for a number of partitions; None if the run fails.
+    SoapError if all runs fail."""
+    samples: list[Sample] = []
+    while (partitions := next_partitions(samples, hosts, most)) is not None:
+        found = measure(partitions)
+        samples.append(Sample(partitions, settled_ns(found) if found else None))
+    return choose(samples)
 
 
 def with_constants(topology: Topology, constants: Constants) -> Topology:

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from soap.errors import SoapError
+from soap.errors import ModelError, SoapError
 from soap.units import format_bytes
 
 ARCHIVE_SPARE_BYTES = 2**26
@@ -166,3 +166,11 @@ def reason(cause: Exception) -> str:
         return "it is a folder"
     text = cause.strerror if isinstance(cause, OSError) and cause.strerror else str(cause)
     return text[:1].lower() + text[1:]
+
+
+def check_model_file(path: Path) -> None:
+    """ModelError in one line if there is no such file."""
+    if not path.exists():
+        raise ModelError(
+            f"model file {str(path)!r} does not exist; expected a .pt2 file made by soap.export or torch.export.save, or zoo:NAME"
+        )

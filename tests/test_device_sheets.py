@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from soap.cluster.gpu_names import known_gpu
+from soap.cluster.kinds import known_gpu
 from soap.cluster.presets import device_types
 from soap.cluster.yaml_file import parse_cluster
 from tests.cluster_text import dump_cluster

@@ -15,6 +15,13 @@ PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglo
 BY_HAND = [page for page in PAGES if page.parent.name != "results"]
 """Without those that benchmarks write."""
 WIDEST = 140
+CLASS = re.compile(r"^ *class (\w+)", re.MULTILINE)
+OUTSIDE = {"accelerator", "aten", "dataclasses", "found", "glibc", "torch", "transformers", "vX"}
+"""First words of names of other packages, and of variables in examples."""
+ENDINGS = {"cff", "json", "jsonl", "npy", "pt2", "py", "toml", "yaml"}
+"""Of names of files."""
+OF_THEIR_TIME = {"CHANGELOG.md", "lab_notebook.md"}
+"""Pages that may name what has gone."""
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
 
@@ -80,6 +87,15 @@ def test_commands_of_the_pages_exist_with_these_options() -> None:
     assert {"soap-search", "soap-run", "soap-simulate"} <= seen
 
 
+def test_options_of_benchmarks_exist() -> None:
+    for page in BY_HAND:
+        for module, words in re.findall(r"python -m (benchmarks[\w.]*)((?: [^`\n]*)?)", page.read_text(encoding="utf-8")):
+            path = ROOT / module.replace(".", "/")
+            path = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
+            missing = [option for option in re.findall(r"--[\w-]+", words) if f'"{option}"' not in path.read_text(encoding="utf-8")]
+            assert not missing, f"{page.name}: {module} has no {', '.join(missing)}"
+
+
 def test_changelog_entries_are_one_line_each() -> None:
     lines = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").splitlines()
     assert [line for line in lines if line.startswith(" ")] == []
@@ -97,3 +113,19 @@ def test_files_and_modules_that_pages_name_exist() -> None:
             home, _, last = name.rpartition(".")
             assert home in modules, f"{page.name} names {name}, which is no module"
             assert re.search(rf"\b{last}\b", modules[home].read_text(encoding="utf-8")), f"{page.name} names {name}, which is not there"
+
+
+def test_what_pages_name_by_module_or_class_is_there() -> None:
+    texts = {path: path.read_text(encoding="utf-8") for path in ROOT.glob("[a-z]*/**/*.py")}
+    homes: dict[str, list[str]] = {}  # a module by its last words, or a class -> files that may be meant
+    for path, text in texts.items():
+        words = path.relative_to(ROOT).with_suffix("").parts
+        for name in {".".join(words[first:]).removesuffix(".__init__") for first in range(len(words))} | set(CLASS.findall(text)):
+            homes.setdefault(name, []).append(text)
+    for page in BY_HAND:
+        for name in set(re.findall(r"`([A-Za-z_]\w*(?:\.\w+)+)(?:\([^`]*\))?`", page.read_text(encoding="utf-8"))) - homes.keys():
+            home, _, last = name.rpartition(".")
+            if name.partition(".")[0] in OUTSIDE or last in ENDINGS or page.name in OF_THEIR_TIME:
+                continue
+            found = homes.get(home, homes.get(home.rpartition(".")[2], []))
+            assert any(re.search(rf"\b{last}\b", text) for text in found), f"{page.name} names {name}, which is not there"

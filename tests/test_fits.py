@@ -11,8 +11,7 @@ import pytest
 
 import soap
 from soap.api import fitting
-from soap.api.fitting import Fit, fits
-from soap.api.in_batches import smaller_zoo
+from soap.api.fitting import Fit, fits, smaller_zoo
 from soap.cli.simulate_report import fit_document
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph

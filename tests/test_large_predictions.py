@@ -7,7 +7,8 @@ import json
 import pytest
 
 from soap import api
-from soap.api import large
+from soap.api import predictions
+from soap.api.predictions import large_prediction
 from soap.cli import simulate
 from soap.simulator.folded import FoldedSimulation
 from soap.strategy.named import named
@@ -21,9 +22,9 @@ def test_time_and_memory_are_those_of_two_copies(monkeypatch: pytest.MonkeyPatch
     graph, topology = transformer(batch=12), api.load_cluster("h100-6x2")
     simulator = api.simulator_for(graph, topology, costs="estimate")
     strategy = named(f"megatron:2x2{sharing}+microbatches:2", graph, topology)
-    assert large.large_prediction(simulator, strategy) is None  # it is small
-    monkeypatch.setattr(large, "MOST_PLANNED_TILES", 0)
-    found, folded = large.large_prediction(simulator, strategy), simulator.run_folded(strategy, nearly=True)
+    assert large_prediction(simulator, strategy) is None  # it is small
+    monkeypatch.setattr(predictions, "MOST_PLANNED_TILES", 0)
+    found, folded = large_prediction(simulator, strategy), simulator.run_folded(strategy, nearly=True)
     whole = simulator.run(strategy)
     assert found is not None and found.copies == 3 and isinstance(folded, FoldedSimulation)
     assert found.makespan_ns == folded.makespan_ns >= whole.makespan_ns
@@ -32,7 +33,7 @@ def test_time_and_memory_are_those_of_two_copies(monkeypatch: pytest.MonkeyPatch
 
 
 def test_command_tells_time_and_memory(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(large, "MOST_PLANNED_TILES", 0)
+    monkeypatch.setattr(predictions, "MOST_PLANNED_TILES", 0)
     asked = ["zoo:gpt:tiny", "--cluster", "h100-4x4", "--builtin", NAME, "--costs", "estimate"]
     assert simulate.main([*asked, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)

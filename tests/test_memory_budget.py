@@ -12,7 +12,7 @@ import soap
 from soap.cluster.memory_budget import read_budget, with_memory_budget
 from soap.errors import TopologyError
 from soap.model.graph import TensorKind
-from soap.simulator.memory.peaks import overflow_bytes
+from soap.simulator.memory.sizes import overflow_bytes
 from soap.strategy.classical import data_parallel
 from tests.graph_builder import mlp
 from tests.strategies import GPU, cluster
@@ -82,7 +82,8 @@ def test_a_batch_that_no_device_holds_is_planned_for_ranks_with_their_own_sample
     saved = {a["batch"] - b["batch"] for a, b in zip(needed[0].peak_by_kind, needed[1].peak_by_kind, strict=True)}
     assert saved == {given_bytes * 15 // 16} and needed[0].makespan_ns == needed[1].makespan_ns
     assert max(needed[1].peak_bytes) < given_bytes
-    options = soap.SearchOptions(budget=10, memory_budget=f"{given_bytes} B", costs="estimate")
+    starts = ("data_parallel",)
+    options = soap.SearchOptions(budget=2, memory_budget=f"{given_bytes} B", costs="estimate", starts=starts, recompute=False)
     assert soap.find(graph, own, options).simulation.fits
     with pytest.raises(soap.InfeasibleError):
         soap.find(graph, whole, options)

@@ -15,10 +15,9 @@ from soap.cluster.presets import preset
 from soap.errors import StrategyError
 from soap.strategy.classical import CLASSICAL, NAMED, data_parallel, hybrid, megatron, zero1
 from soap.strategy.megatron import copied_stages
-from soap.strategy.named import ADDED, SAVING, check_name, named, saving_names, saving_starts, usual_names
+from soap.strategy.named import ADDED, MEANT, SAVING, check_name, named, saving_names, saving_starts, usual_names, without_effect
 from soap.strategy.stages import chunks_of, devices_of_stages
 from soap.strategy.sync import SHARDED, SHARDED_IN_HOSTS, SHARDED_STATE, saving_memory, worded
-from soap.strategy.without_effect import MEANT, without_effect
 from tests.graph_builder import mlp, transformer
 from tests.strategies import cluster
 

@@ -10,7 +10,7 @@ import torch
 
 import soap
 from soap.runtime.updates.optimizers import adam
-from soap.simulator.memory.peaks import away_bytes
+from soap.simulator.memory.sizes import away_bytes
 from soap.strategy.named import OFFLOAD_KEPT, named
 
 STEPS = 4

@@ -71,7 +71,7 @@ def _model(name: str, tiny: bool, folder: Path) -> str:
 
 def _sheet() -> str | None:
     """The preset of this GPU, if there is one."""
-    from soap.cluster.gpu_names import known_gpu
+    from soap.cluster.kinds import known_gpu
     from soap.cluster.presets import device_types
 
     return known_gpu(torch.cuda.get_device_name(), device_types()) if torch.cuda.is_available() else None

@@ -13,11 +13,11 @@ from soap.cluster.topology import Topology
 from soap.model.graph import Operand
 from soap.model.regions import Box, intersect, volume
 from soap.plan.tiling import Tile, tiles_of
-from soap.search.durations import TileDurations
 from soap.search.oracles.bounds import always_covered, always_touched, certain_gradients, is_partitioned
 from soap.search.space import Space
 from soap.simulator.communication.prices import Communication
 from soap.simulator.costs import CostModel
+from soap.simulator.cut_operators import CutOperators
 from soap.strategy.config import OpConfig
 
 
@@ -92,7 +92,7 @@ class Choices:
         self.space, self.graph, self.topology, self.costs = space, space.graph, topology, costs
         self.certain = certain_gradients(self.graph)
         self._communication = Communication(topology)
-        self._durations = TileDurations(self.graph, topology, costs)
+        self._cuts = CutOperators(self.graph, topology, costs)
         self._flows: dict[tuple[int, int, int, int], list[Flow]] = {}
         self._sums: dict[tuple[int, tuple[int, ...]], int] = {}
         positions = range(len(self.graph.operators))
@@ -151,10 +151,10 @@ class Choices:
     def _choice(self, position: int, config: OpConfig) -> Choice:
         op, tiles = self.graph.operators[position], tiles_of(self.graph, position, config)
         devices = [tile.device for tile in tiles]
-        table = self._durations(position, config.degrees, config.shares)
+        table = self._cuts.durations(position, config.degrees, config.shares)
         cells = len(tiles) // config.replicas
         forward, backward = (
-            [int(table[self._durations.type_of[d], way, t % cells]) for t, d in enumerate(devices)] for way in (0, 1)
+            [int(table[self._cuts.type_of[d], way, t % cells]) for t, d in enumerate(devices)] for way in (0, 1)
         )
         if not self.graph.needs_backward(op):
             backward = [0] * len(tiles)

@@ -21,7 +21,7 @@ from soap.search.starts import DYNAMIC, RANDOM, check_start
 from soap.simulator.draws import Draws, Risk
 from soap.simulator.simulate import Simulator
 from soap.strategy.config import Strategy
-from soap.strategy.without_effect import warn_without_effect
+from soap.strategy.named import warn_without_effect
 from soap.time_limit import TimeLimit
 
 DEFAULT_OPTIONS = SearchOptions()

@@ -1,25 +1,33 @@
 """``fits``: whether a model fits into the memory of a cluster's devices, and if not, the fastest ways that do, within seconds.
 
-Ways are strategies with names (``strategy.named.saving_names``), and ways to take the samples in several batches (``in_batches``). None is
-searched.
+Ways are strategies with names (``strategy.named.saving_names``), and ways to take a step's samples in several smaller batches, one after
+the other, so that less is kept at a time. None is searched.
+
+Where each sample goes through by itself, several batches are a plan with micro-batches, and train to the same numbers. Where operators need
+several samples at once (batch norm), micro-batches save nothing. Then the model is made anew for fewer samples, and several of its batches
+join in a step (``soap-run --accumulate``): each is normalized by itself, so that numbers are others.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 from soap import collector
-from soap.api.in_batches import BASES, READING_SECONDS, Smaller, counts, couples_samples, in_micro_batches, kept_between, smaller_zoo
-from soap.api.models import Cluster, Model, topology_of
+from soap.api.models import Cluster, Model, planned_graph, topology_of
 from soap.api.predictions import simulator_for
 from soap.cluster.memory_budget import with_memory_budget
 from soap.errors import StrategyError
-from soap.model.batch import samples_of
+from soap.model.batch import MicroBatches, samples_of
+from soap.model.graph import OperatorGraph, TensorKind
 from soap.plan.compression.training import PLAIN, PlannedTraining
+from soap.plan.delivery import box_bytes
+from soap.plan.memory_kinds import MemoryKind
+from soap.plan.plan import Plan
+from soap.plan.syncs.bucketing import sums_of_one
 from soap.search.options import OPTIMIZER_STATES
 from soap.search.recomputing import recompute_to_fit
 from soap.search.to_fit import Budgeted
@@ -27,26 +35,76 @@ from soap.simulator.costs import CostSource
 from soap.simulator.folded import FoldedSimulation
 from soap.simulator.memory.certain import certainly_lacks
 from soap.simulator.memory.hosts import lacking_on_hosts
-from soap.simulator.memory.peaks import overflow_bytes
+from soap.simulator.memory.sizes import overflow_bytes
 from soap.simulator.simulate import Simulator, is_large, tile_count
 from soap.strategy.config import Strategy
 from soap.strategy.named import (
     DATA_PARALLEL,
     JOIN,
+    MICRO_BATCHES,
     OFFLOAD,
     RECOMPUTE,
     SELECTIVE,
+    WIDTH,
     base_of,
     named,
     on_top,
     saving_names,
+    warn_without_effect,
 )
 from soap.strategy.recomputation import RECOMPUTED, run_levels
-from soap.strategy.without_effect import warn_without_effect
 from soap.time_limit import TimeIsUp
 
 if TYPE_CHECKING:
     from soap.simulator.incremental import IncrementalSimulator
+
+
+COUNTS = (2, 4, 8)
+"""In how many batches samples are tried to go through."""
+BASES = (DATA_PARALLEL, "zero1", "fsdp")
+"""The strategies that are tried with micro-batches."""
+READING_SECONDS = 0.08
+"""For each operator, what it takes to make a model of the zoo for another batch: 0.05 to 0.1 s of a core for gpt, inception_v3, nmt_gnmt
+and resnet101 (Intel Xeon, 2026-11-27). It is not begun if that would take too long."""
+ZOO = "zoo:"
+
+Smaller = Callable[[int], OperatorGraph]
+"""The model for a batch of so many samples."""
+
+
+def counts(graph: OperatorGraph) -> Iterator[int]:
+    """Into how many batches the samples may be divided, fewest first."""
+    samples = samples_of(graph)
+    yield from (count for count in COUNTS if samples is not None and samples % count == 0)
+
+
+def in_micro_batches(base: str, count: int) -> str:
+    """The name of a strategy whose samples go through in so many micro-batches."""
+    return f"{base}{JOIN}{MICRO_BATCHES}{WIDTH}{count}"
+
+
+def couples_samples(graph: OperatorGraph) -> bool:
+    """Whether operators need several samples at once, so that micro-batches save nothing."""
+    return bool(MicroBatches(graph, COUNTS[0]).barriers)
+
+
+def smaller_zoo(graph: OperatorGraph) -> Smaller | None:
+    """Makes a model of the zoo for fewer samples; None if it is no model of the zoo."""
+    spec, found, _ = graph.name.partition("@")
+    return (lambda samples: planned_graph(f"{spec}@{samples}")) if spec.startswith(ZOO) and found else None
+
+
+def kept_between(plan: Plan, count: int) -> list[dict[str, int]]:
+    """For each device the bytes by kind that a step of several batches holds beside what one batch does: the other batches, and gradients
+    that only stay if the step goes on."""
+    batch = sum(tensor.bytes for tensor in plan.graph.tensors.values() if tensor.kind is TensorKind.INPUT)
+    found = [{MemoryKind.BATCH.value: (count - 1) * batch, MemoryKind.GRADIENTS.value: 0} for _ in range(plan.device_count)]
+    for number in sums_of_one(plan):
+        shard = plan.shards[number]
+        for device in shard.devices:
+            found[device][MemoryKind.GRADIENTS] += box_bytes(plan, shard.parameter, shard.box)
+    return found
+
 
 MOST_WAYS = 3
 SECONDS = 9.0
@@ -244,7 +302,11 @@ class _Ways:
                 continue
             known.append(strategy)
             self._tried.append(name)
-            if not certainly_lacks(graph, topology, strategy):
+            if certainly_lacks(graph, topology, strategy):
+                continue
+            if found and not late and self._spent(1, self._expected_s(strategy)):
+                self._untried.append(name)
+            else:
                 found.append(self._looked_at(name, strategy))
         return found
 

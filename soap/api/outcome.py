@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from soap import outputs
 from soap.api.deciding import decision, decision_by_costs, decision_record, draws_for, timed
-from soap.api.predictions import costs_record, explain, explain_synchronization, explain_unkept, predicted_range
+from soap.api.predictions import costs_record, explain, explain_synchronization, explain_unkept, predicted_range, resources_record
 from soap.api.strategies import save_strategy
 from soap.files import write_bytes_atomically
 from soap.measure.paired import Gain
@@ -266,8 +266,7 @@ class SearchOutcome:
     def _simulated(self) -> dict[str, Any]:
         """The part of the record for which the strategy is simulated."""
         return {
-            "memory_bytes": list(self.simulation.peak_bytes),
-            "bytes_moved": self.simulation.bytes_moved,
+            **resources_record(self.simulation),
             "costs": costs_record(self.simulator, self.simulation.tasks),
         }
 

@@ -27,7 +27,8 @@ from soap.search.metropolis import Evaluator
 from soap.search.options import OPTIMIZER_STATES, check_costs
 from soap.search.starts import BASELINE
 from soap.simulator.costs import CostModel, CostSource
-from soap.simulator.simulate import Simulation, Simulator
+from soap.simulator.folded import FoldedSimulation
+from soap.simulator.simulate import MOST_PLANNED_TILES, Simulation, Simulator, tile_count
 from soap.strategy.config import Strategy
 from soap.strategy.megatron import staged
 from soap.strategy.stages import chunks_of, devices_of_stages, stages_of_chunks
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from soap.profiles.entries import Entry
     from soap.profiles.store import Store
     from soap.simulator.tasks import TaskGraph
+
 
 T = TypeVar("T")
 
@@ -195,6 +197,11 @@ def _from_store(read: Callable[[Store], T], otherwise: T) -> T:
         return otherwise
 
 
+def resources_record(simulation: Simulation | FoldedSimulation) -> dict[str, Any]:
+    """Peaks of the devices, and the bytes that they send each other, as a strategy file records them."""
+    return {"memory_bytes": list(simulation.peak_bytes), "bytes_moved": simulation.bytes_moved}
+
+
 def costs_record(simulator: Simulator, tasks: TaskGraph) -> dict[str, Any]:
     """The sources of a simulation's costs, as plain values. ``shares``: source (measured to estimated) -> its share of the compute time.
     ``corrected``: the share that ``soap-compare --calibrate`` has corrected, whatever its source. ``links``: how links were measured, in
@@ -248,3 +255,31 @@ def usual_in_stages(graph: OperatorGraph, strategy: Strategy, topology: Topology
     groups = [sorted(own) or [0] for own in devices_of_stages(graph, strategy)]
     made = staged(graph, topology, [stage_of[chunk] for chunk in chunks], groups, microbatches=strategy.microbatches)
     return replace(strategy, operators=made.operators)
+
+
+@dataclass(frozen=True)
+class LargePrediction:
+    """The time and memory of two of many equal copies. ``peak_bytes``, ``available_bytes``: of the device that is filled most, its
+    expected peak, and its memory. ``tiles``: of the two copies."""
+
+    makespan_ns: int
+    peak_bytes: int
+    available_bytes: int
+    copies: int
+    tiles: int
+
+
+def large_prediction(simulator: Simulator, strategy: Strategy) -> LargePrediction | None:
+    """The time and the memory of a plan by compiled code; None if it has few tiles, or is not made of equal
+    copies."""
+    folding = "" if tile_count(strategy) <= MOST_PLANNED_TILES else simulator.folding(strategy, nearly=True)
+    if isinstance(folding, str) or tile_count(folding.copies.strategy) <= MOST_PLANNED_TILES:
+        return None
+    from soap.simulator.folded_bound import folded_engine  # numba
+
+    engine = folded_engine(folding, simulator.costs)
+    engine.load(folding.copies.strategy)
+    makespan_ns, limits = engine.simulate(), simulator.topology.memory_limits
+    expected = simulator.expected_folded(folding, engine)
+    fullest = max(range(len(limits)), key=lambda device: expected[device] / limits[device])
+    return LargePrediction(makespan_ns, expected[fullest], limits[fullest], folding.count, tile_count(folding.copies.strategy))

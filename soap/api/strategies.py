@@ -21,9 +21,8 @@ from soap.strategy import json_file
 from soap.strategy.config import Strategy
 from soap.strategy.json_file import StrategyContents, StrategyHeader
 from soap.strategy.mismatch import cluster_differences
-from soap.strategy.named import PIPELINE, base_of, check_name, named
+from soap.strategy.named import PIPELINE, base_of, check_name, named, warn_without_effect
 from soap.strategy.ralp import RALP
-from soap.strategy.without_effect import warn_without_effect
 
 T = TypeVar("T")
 

@@ -135,11 +135,6 @@ WEIGHTS_HELP = (
 )
 
 
-def add_weights(parser: Parser) -> None:
-    """The option."""
-    parser.add_argument("--weights", metavar="SPEC", help=WEIGHTS_HELP)
-
-
 def load_weighed(job: Job) -> TracedModel:
     """The model on a rank. Weights that are not mapped, or those of a checkpoint, come when a trainer is there (``fill_weights``)."""
     from soap.api.weights import open_weights

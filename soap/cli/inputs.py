@@ -17,8 +17,8 @@ from soap.cli.plain_text import aligned, and_more
 from soap.cluster import yaml_file
 from soap.cluster.presets import LOCAL, family
 from soap.cluster.topology import Topology
+from soap.files import check_model_file
 from soap.model import sparse_shares
-from soap.model.files import check_exists
 from soap.model.graph import OperatorGraph
 from soap.simulator.costs import CostSource
 from soap.simulator.simulate import Simulation, Simulator
@@ -34,7 +34,7 @@ def check_inputs(args: argparse.Namespace) -> None:
     strategy = getattr(args, "strategy", None)
     header = api.load_strategy_header(strategy) if strategy else None
     if not args.model.startswith("zoo:"):
-        check_exists(Path(args.model))
+        check_model_file(Path(args.model))
     for spec in args.cluster if isinstance(args.cluster, list) else [args.cluster]:
         if spec is not None and spec != LOCAL:  # how many devices that has takes a while to know
             topology = yaml_file.load_cluster(spec)

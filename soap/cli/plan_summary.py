@@ -9,6 +9,7 @@ from typing import Any
 
 from soap.api import SearchOutcome, costs_record, memory_range, predicted_range
 from soap.api.baselines import baselines, usual_strategies
+from soap.api.predictions import resources_record
 from soap.cli import compressing, inputs
 from soap.cli.plain_text import and_more, attributes, devices, left_last, listed, milliseconds, speed_up, split, sync_document, sync_text
 from soap.cluster.topology import Topology
@@ -199,19 +200,23 @@ MOST_OPERATORS = 16
 """Rows of the list of operators; the strategy file has all."""
 
 
+def subject(graph: OperatorGraph, topology: Topology) -> dict[str, dict[str, Any]]:
+    """A report's model and cluster as plain JSON values."""
+    return {
+        "model": {"name": graph.name, "hash": graph.hash, "operators": len(graph.operators)},
+        "cluster": {"name": topology.name, "hash": topology.hash, "devices": [device.name for device in topology.devices]},
+    }
+
+
 def document(simulator: Simulator, strategy: Strategy, simulation: Simulation | FoldedSimulation) -> dict[str, Any]:
     """A simulated strategy as plain JSON values. The keys are part of the commands' interface."""
     graph, topology = simulator.graph, simulator.topology
     usual, others = usual_strategies(simulator), baselines(simulator)
     baseline = usual[BASELINE]
+    about = subject(graph, topology)
+    about["cluster"]["shared_cores"] = shared_cores(topology)
     return {
-        "model": {"name": graph.name, "hash": graph.hash, "operators": len(graph.operators)},
-        "cluster": {
-            "name": topology.name,
-            "hash": topology.hash,
-            "devices": [device.name for device in topology.devices],
-            "shared_cores": shared_cores(topology),
-        },
+        **about,
         "same_as": next((name for name, own in usual.items() if own == strategy), None),
         "costs": costs_record(simulator, simulation.tasks),
         "folded": _folded(simulator, strategy, simulation),
@@ -288,8 +293,7 @@ def optimality(outcome: SearchOutcome) -> str:
 
 def recorded(simulation: Simulation | FoldedSimulation) -> dict[str, Any]:
     """What a strategy file records of a prediction."""
-    memory = list(simulation.peak_bytes)
-    return {"predicted_ns": simulation.makespan_ns, "memory_bytes": memory, "bytes_moved": simulation.bytes_moved}
+    return {"predicted_ns": simulation.makespan_ns, **resources_record(simulation)}
 
 
 def shared_cores(topology: Topology) -> int | None:

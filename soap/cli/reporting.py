@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from soap import api, outputs
-from soap.api.baselines import MOST_TILES, usual_strategies
+from soap.api.baselines import takes_long, usual_strategies
 from soap.api.deciding import unlike
 from soap.api.predictions import quick_evaluator
 from soap.cli.command import Parser
@@ -114,7 +114,7 @@ def _alternatives(outcome: api.SearchOutcome, evaluator: Evaluator) -> list[Alte
 
     named: dict[str, Strategy] = {} if outcome.other is None else {outcome.decision.other_answer: outcome.other.strategy}
     named |= dict(list(api.finalists_by_name(outcome.result).items())[:MOST_FOUND])
-    named |= {name: own for name, own in usual_strategies(outcome.simulator).items() if tile_count(own) <= MOST_TILES}
+    named |= {name: own for name, own in usual_strategies(outcome.simulator).items() if not takes_long(outcome.simulator, own)}
     found, known = list[Alternative](), [outcome.strategy]
     of = len(outcome.simulator.graph.operators) + len(outcome.simulator.graph.parameters)
     for name, strategy in named.items():

@@ -101,7 +101,7 @@ def add_training(parser: Parser) -> None:
     parser.add_argument("--compile", action="store_true", help="by torch.compile, which takes its time in the first step")
     add_compressed_training(parser)
     add_data(parser)
-    checkpoints.add_weights(parser)
+    parser.add_argument("--weights", metavar="SPEC", help=checkpoints.WEIGHTS_HELP)
 
 
 def execute(args: argparse.Namespace) -> int:

@@ -15,9 +15,8 @@ from soap.cli.options import add_json, not_negative, positive
 from soap.cli.plain_text import aligned
 from soap.errors import ScheduleError
 from soap.schedules import csv_file
-from soap.schedules.in_flight import awaiting_weights, in_flight
 from soap.schedules.named import SCHEDULES, NamedSchedule, form, parse
-from soap.schedules.play import Played, equal, play
+from soap.schedules.play import Played, awaiting_weights, equal, in_flight, play
 from soap.schedules.table import IDLE, Table, grid
 
 PROG = "soap-schedule"

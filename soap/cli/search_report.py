@@ -61,8 +61,7 @@ def brief(outcome: api.SearchOutcome) -> dict[str, Any]:
     """The part of the report that needs no simulation, as plain JSON values."""
     graph, topology, recorded = outcome.simulator.graph, outcome.simulator.topology, outcome.shortened().record
     return {
-        "model": {"name": graph.name, "hash": graph.hash, "operators": len(graph.operators)},
-        "cluster": {"name": topology.name, "hash": topology.hash, "devices": [device.name for device in topology.devices]},
+        **plan_summary.subject(graph, topology),
         "search": {key: recorded["search"][key] for key in SEARCHED if key in recorded["search"]},
         **{key: recorded[key] for key in ("predicted_ns", "data_parallel_ns", "decision", "measured") if key in recorded},
         "brief": True,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from soap import api, outputs
 from soap.api.fitting import MOST_WAYS
-from soap.api.large import large_prediction
+from soap.api.predictions import large_prediction
 from soap.cli import explanation, inputs, plan_summary, simulate_report, stale_plan
 from soap.cli.command import Parser, UsageError, entry_point, refuse_given
 from soap.cli.inputs import add_asked, check_inputs, read_file
@@ -18,12 +18,12 @@ from soap.cli.stopping import add_time_limit
 from soap.cli.timelines import predicted_text
 from soap.cluster.topology import Topology
 from soap.errors import StrategyError
-from soap.files import write_text_atomically
+from soap.files import write_bytes_atomically, write_text_atomically
 from soap.model.graph import OperatorGraph
 from soap.model.json_text import short
 from soap.plan.compression.training import PLAIN, PlannedTraining, for_scaling
 from soap.search.layer_placement import LEAST_GAIN
-from soap.search.plot import check_plot
+from soap.search.plot import check_plot, tornado
 from soap.search.starts import BASELINE
 from soap.simulator.folded import FoldedSimulation
 from soap.simulator.simulate import Simulation, Simulator
@@ -110,7 +110,7 @@ def execute(args: argparse.Namespace) -> int:
     if sensitivities is not None:
         summary["sensitivity"] = simulate_report.sensitivity_document(sensitivities, simulator)
         if args.plot:
-            simulate_report.draw_sensitivity(sensitivities, args.plot)
+            write_bytes_atomically(args.plot, tornado(sensitivities, args.plot))
     if explained is not None:
         why = (
             api.explain(simulator, strategy, explained),

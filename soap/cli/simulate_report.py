@@ -11,21 +11,19 @@ from typing import Any
 from soap import api
 from soap.api import save_strategy
 from soap.api.fitting import Fit, Way
-from soap.api.large import LargePrediction
+from soap.api.predictions import LargePrediction
 from soap.cli.command import OPTIONS, Parser, UsageError, refuse_given
 from soap.cli.options import reading_options
 from soap.cli.plain_text import aligned, and_more, attributes, listed, milliseconds
-from soap.cli.plan_summary import budgeted, budgeted_text, kinds_text
+from soap.cli.plan_summary import budgeted, budgeted_text, kinds_text, subject
 from soap.cluster.fewer import part_of
 from soap.cluster.topology import Topology
 from soap.errors import InfeasibleError, StrategyError
-from soap.files import write_bytes_atomically
 from soap.model.graph import OperatorGraph
 from soap.plan.memory_kinds import MemoryKind
 from soap.profiles.lookup import ProfiledCosts
 from soap.search.infeasible import shrinking
 from soap.search.layer_placement import LayerPlacement
-from soap.search.plot import tornado
 from soap.search.sensitivity import DOUBLE, HALF, MOST, Sensitivity
 from soap.search.starts import BASELINE
 from soap.simulator.folded import FoldedSimulation
@@ -181,11 +179,6 @@ def sensitivity_text(told: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def draw_sensitivity(found: list[Sensitivity], path: str) -> None:
-    """Write the tornado plot. SoapError if it cannot be drawn or written."""
-    write_bytes_atomically(path, tornado(found, path))
-
-
 def add_beside(parser: Parser) -> None:
     """Add ``--devices`` and ``--beside``."""
     parser.add_argument(
@@ -266,8 +259,7 @@ def check_fits(args: argparse.Namespace) -> None:
 def fit_document(fit: Fit, args: argparse.Namespace, graph: OperatorGraph, topology: Topology) -> dict[str, Any]:
     """Plain JSON values. The keys are part of the command's interface."""
     return {
-        "model": {"name": graph.name, "hash": graph.hash, "operators": len(graph.operators)},
-        "cluster": {"name": topology.name, "hash": topology.hash, "devices": [device.name for device in topology.devices]},
+        **subject(graph, topology),
         "fits": fit.fits,
         "asked": _way(fit.asked),
         "ways": [{**_way(way), "commands": commands(way, args)} for way in fit.ways],

@@ -22,7 +22,7 @@ from soap.cluster.topology import DeviceKind, Topology
 from soap.emulation.placement import card_counters, run_evenly
 from soap.errors import RuntimeFailure, SoapWarning
 from soap.measure.iteration import WARM_UP_STEPS, StepTimes, measure_steps, peak_memory
-from soap.plan.running.forward_order import ExecutionOrder
+from soap.plan.running.order import ExecutionOrder
 from soap.runtime.check import CheckResult, check
 from soap.runtime.comm.world import World, close_world, open_world
 from soap.runtime.system import clock

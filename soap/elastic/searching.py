@@ -2,7 +2,7 @@
 
 If there are few plans, the best of all is found; otherwise a descent begins at the best plan whose tables are all cut alike, and changes
 one thing at a time, as long as that is better. Among several plans the one with the highest bound on its rate is simulated first
-(``simulation.bounds``), and none whose bound is not above the best rate so far.
+(``steady.rate_bound``), and none whose bound is not above the best rate so far.
 
 Machines of one kind (device, and link to the others) are alike, so a plan says how many of each kind are servers; the others are workers,
 or all are both (*fully connected*). Of workers that share a step's samples there are as many as divide them, the quickest ones.

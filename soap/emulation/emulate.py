@@ -43,7 +43,7 @@ def reserved(is_free: Callable[[int], bool]) -> Iterator[int]:
 
 def remove_leftovers(groups: CpuGroups) -> list[int]:
     """Remove what emulations left whose launcher was killed; returns their numbers. Living emulations are not touched."""
-    named = (*names_in(NAMESPACES), *names_in(INTERFACES), *quota.known_numbers(groups), *names_in(LOCKS))
+    named = (*names_in(NAMESPACES), *names_in(INTERFACES), *names_in(groups.root), *names_in(LOCKS))
     removed = []
     for number in sorted({number for name in named if (number := number_of(name)) is not None}):
         with _held(number) as held:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from soap.emulation.names import group_name, names_in
+from soap.emulation.names import group_name
 from soap.errors import RuntimeFailure
 
 PERIOD_US = 10_000
@@ -143,11 +143,6 @@ def remove(groups: CpuGroups, number: int) -> list[str]:
                     break
                 time.sleep(0.01)
     return [f"process {process}" for process in alive] + ([f"control group {folder}"] if folder.exists() else [])
-
-
-def known_numbers(groups: CpuGroups) -> list[str]:
-    """Names of all emulations' groups."""
-    return names_in(groups.root)
 
 
 def _write(path: Path, text: str) -> None:

@@ -54,8 +54,3 @@ class Target:
     notes: tuple[str, ...] = ()
     wraps: Callable[[Configuration, Layers], Wrapped] = lambda configuration, layers: USUAL
     depths: tuple[int, ...] = (1,)
-
-
-def allows_all(configuration: Configuration) -> str:
-    """Nothing is refused."""
-    return ""

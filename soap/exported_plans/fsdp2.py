@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from textwrap import dedent, indent
 
-from soap.exported_plans.contract import Target, Written, allows_all
+from soap.exported_plans.contract import Target, Written
 from soap.strategy.wrapped import Wrapped
 
 CHECKPOINTING = {
@@ -97,7 +97,7 @@ def backward(model: nn.Module, batches) -> None:
 
 TARGET = Target(
     "fsdp2", "PyTorch's fully_shard", "torch 2.13", ".py", ("data", "single"), ("fsdp", "hsdp", "zero1", "none"),
-    ("none", "selective", "full"), False, write, allows_all, {},
+    ("none", "selective", "full"), False, write, lambda _: "", {},
     ("the loss of micro-batches is the mean of theirs", "with no sharing, fully_shard over a mesh of one part replicates"),
     lambda own, layers: Wrapped(layers.wrapped(layers.alone), layers.kept(layers.alone, own)), (1, 2, 3, 4),
 )  # fmt: skip

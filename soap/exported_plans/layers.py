@@ -9,7 +9,7 @@ from math import prod
 
 from soap.exported_plans.configuration import Configuration
 from soap.model.graph import OperatorGraph
-from soap.model.layers import layer_of, layers_of
+from soap.model.likeness import layer_of, layers_of
 from soap.strategy.megatron import operator_work
 
 

@@ -380,6 +380,11 @@ class OperatorGraph:
         return {}
 
     @cached_property
+    def region_numbers(self) -> dict[tuple[str, Box], int]:
+        """(tensor, region) -> its number, in the order in which they were first asked for (``simulator.memory.plan_arrays``)."""
+        return {}
+
+    @cached_property
     def next_state_bytes(self) -> int:
         """Bytes of the buffers' new values, which each device holds beside the old ones at the end of a step."""
         return sum(self.tensors[operand.tensor].bytes for op in self.operators if op.kind == KEEP_STATE for operand in op.inputs)

@@ -208,7 +208,7 @@ class ShardSync:
 @dataclass(frozen=True)
 class Plan:
     """A whole strategy, lowered. Things refer to each other by their positions in these sequences. Those of what operators do and leave
-    are made when they are first asked for (``later``); ``deliveries`` have what tables need, of operators that are alike once.
+    are made when they are first asked for (``planning.Later``); ``deliveries`` have what tables need, of operators that are alike once.
 
     Every trainable shard that gets a gradient is in exactly one of ``syncs``; so is each frozen one whose values are gathered. The method's
     module in ``soap.plan.syncs`` says what the synchronization moves, updates and holds in memory.

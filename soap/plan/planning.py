@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, chain, combinations, pairwise, starmap
 from math import prod
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, overload
 from weakref import WeakValueDictionary
 
 from soap.cluster.topology import Topology
@@ -27,7 +27,6 @@ from soap.model.regions import Box, Interval, cells, contains, intersect, subtra
 from soap.plan.compression.training import PLAIN, PlannedTraining
 from soap.plan.coverage import HolderIndex
 from soap.plan.delivery import Carriers, Delivery, LocalFetch, PlacedDelivery, Reader
-from soap.plan.later import Later
 from soap.plan.plan import Fetch, Holding, Part, Piece, Plan, Reduction
 from soap.plan.row_counts import sparse_lookup_operators
 from soap.plan.scheduling import Orders
@@ -507,3 +506,42 @@ def _shifted_fetches(own: Delivery, first_holding: int, first_tile: Sequence[int
 
 def _shifted_parts(parts: Sequence[Part], first_fetch: int) -> tuple[Part, ...]:
     return tuple([(first_fetch + fetch, piece) for fetch, piece in parts])
+
+
+class Later(Sequence[T]):
+    """A sequence of known length, made when one of its items is first asked for. Equal to any other one, or a tuple, with equal items."""
+
+    def __init__(self, length: int, make: Callable[[], Iterable[T]]) -> None:
+        self._length, self._make = length, make
+        self._made: tuple[T, ...] | None = None
+
+    def _items(self) -> tuple[T, ...]:
+        if self._made is None:
+            self._made = tuple(self._make())
+        return self._made
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(self._items())
+
+    @overload
+    def __getitem__(self, place: int) -> T: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[T]: ...
+
+    def __getitem__(self, place: int | slice) -> T | Sequence[T]:
+        return self._items()[place]
+
+    def __eq__(self, other: object) -> bool:
+        return self._items() == tuple(other) if isinstance(other, (Later, tuple)) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return repr(self._items())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return tuple, (self._items(),)

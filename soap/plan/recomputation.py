@@ -11,43 +11,23 @@ it is a run of its own.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection
 
 from soap.plan.plan import Plan
 
 
-@dataclass(frozen=True)
-class Recomputation:
-    """``tiles``: those that run twice. ``links``: tile -> the tiles whose second outputs it reads in its own second run; tiles that read
-    none are missing. ``run``: tile -> the first tile of its run: linked tiles are of one run, but for those that
-    keep their outputs (``light``), each of which is one."""
-
-    tiles: frozenset[int] = frozenset()
-    links: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    run: Mapping[int, int] = field(default_factory=dict)
-    light: frozenset[int] = frozenset()
-
-
-NONE = Recomputation()
-"""Nothing runs twice."""
-
-
-def find_recomputation(plan: Plan, active: Collection[int]) -> Recomputation:
-    """What runs twice. ``active``: the tiles that have a backward pass."""
+def second_links(plan: Plan, active: Collection[int]) -> dict[int, tuple[int, ...]]:
+    """Tile that runs twice -> the tiles whose second outputs it reads in its own second run; tiles that read none are missing. ``active``:
+    the tiles that have a backward pass."""
     marked = plan.recomputed_operators
     tiles = frozenset(tile for tile in active if plan.tiles[tile].operator in marked) if marked else frozenset[int]()
-    if not tiles:
-        return NONE
     links: dict[int, set[int]] = {}
-    for number in range(len(plan.fetches)):
+    for number in range(len(plan.fetches) if tiles else 0):
         makers = remade(plan, number, tiles)
         for tile, _ in plan.fetches[number].consumers if makers else ():
             if tile in tiles:
                 links.setdefault(tile, set()).update(makers)
-    found = {tile: tuple(sorted(own)) for tile, own in sorted(links.items())}
-    light = frozenset(tile for tile in tiles if keeps_outputs(plan, tile))
-    return Recomputation(tiles, found, _runs(tiles, found, light), light)
+    return {tile: tuple(sorted(own)) for tile, own in sorted(links.items())}
 
 
 def remade(plan: Plan, number: int, tiles: Collection[int]) -> list[int]:
@@ -65,10 +45,9 @@ def keeps_outputs(plan: Plan, tile: int) -> bool:
     return plan.tiles[tile].operator in plan.light_operators
 
 
-def dropped_holdings(plan: Plan, recomputation: Recomputation, active: Collection[int]) -> frozenset[int]:
-    """Holdings that are gone between their last reader in the forward pass and their tile's second run: those of recomputed tiles that no
-    other tile of their device reads that has a backward pass. ``active``: the tiles that have one."""
-    tiles = recomputation.tiles
+def dropped_holdings(plan: Plan, tiles: Collection[int], active: Collection[int]) -> frozenset[int]:
+    """Holdings that are gone between their last reader in the forward pass and their tile's second run: those of recomputed ``tiles`` that
+    no other tile of their device reads that has a backward pass. ``active``: the tiles that have one."""
     kept: set[int] = set()
     for fetch in plan.fetches if tiles else ():
         held = [plan.holdings[piece.holding] for piece in fetch.pieces]
@@ -89,20 +68,3 @@ def needed_from(plan: Plan) -> tuple[int, ...]:
         readers = [reader for output in outputs for reader, _ in graph.consumers.get(output.tensor, ())]
         found[position] = max(readers if position in plan.light_operators else map(found.__getitem__, readers), default=position)
     return tuple(found)
-
-
-def _runs(tiles: Collection[int], links: Mapping[int, tuple[int, ...]], light: Collection[int]) -> dict[int, int]:
-    """Tile -> the lowest tile of its run."""
-    first = {tile: tile for tile in tiles}
-
-    def find(tile: int) -> int:
-        while first[tile] != tile:
-            first[tile] = first[first[tile]]
-            tile = first[tile]
-        return tile
-
-    for tile, makers in links.items():
-        for maker in makers if tile not in light else ():
-            one, other = sorted((find(tile), find(maker)))
-            first[other] = one
-    return {tile: find(tile) for tile in sorted(tiles)}

@@ -21,7 +21,7 @@ from soap.cluster.topology import DeviceType, Topology
 from soap.errors import ProfileError
 from soap.measure.this_machine import cpu_cores
 from soap.model.dtypes import TF32
-from soap.model.graph import DimMap, Operand, Operator, OperatorGraph, is_rounded_by_default
+from soap.model.graph import DimMap, Operand, OperatorGraph, is_rounded_by_default
 from soap.model.json_text import Schema
 from soap.model.regions import lengths
 from soap.plan.row_counts import parameters_held
@@ -205,7 +205,7 @@ def _signature(graph: OperatorGraph, position: int) -> list[Any]:
         [[_operand(graph, operand) for operand in group] for group in (op.inputs, op.parameters, op.outputs)],
         [read.index(operand) for operand in read],  # an operand that occurs twice
         position in graph.backward_operators,
-        _per_point(op),
+        round(op.flops / iteration_points(op), 3),  # which tells grouped from ungrouped convolutions
         *rounded,
     ]
 
@@ -221,11 +221,6 @@ def _dim(dim: DimMap, size: int) -> list[int]:
         start, stop = dim.interval((), size)
         return [-1, stop - start, 0]
     return [dim.factor, dim.scale, dim.hi - dim.lo]
-
-
-def _per_point(op: Operator) -> float:
-    """Operations at each point of the iteration space, which tell grouped from ungrouped convolutions."""
-    return round(op.flops / iteration_points(op), 3)
 
 
 def digest(value: Any) -> str:

@@ -25,7 +25,7 @@ from math import exp, log
 from statistics import median
 from types import MappingProxyType
 
-from soap.cluster.gpu_names import known_gpu
+from soap.cluster.kinds import known_gpu
 from soap.cluster.presets import device_types
 from soap.cluster.topology import DeviceType, Topology
 from soap.model.graph import OperatorGraph
@@ -358,7 +358,7 @@ def _figures(entry: Entry) -> list[object]:
 
 def is_such_a_gpu(name: str, kind: DeviceType) -> bool:
     """Whether what was measured on a GPU of this name, as its driver gives it, holds for a device type: that of its own name, or the data
-    sheet of such GPUs (``gpu_names``)."""
+    sheet of such GPUs (``kinds.known_gpu``)."""
     return kind.name == name or (device_types().get(kind.name) == kind and known_gpu(name, device_types()) == kind.name)
 
 

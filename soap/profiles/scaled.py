@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 
 from soap.cluster.topology import DeviceType, Topology
 from soap.model.graph import OperatorGraph
@@ -46,39 +47,27 @@ class ScaledCosts:
 
     def forward_ns(self, graph: OperatorGraph, tile: Tile, device: DeviceType) -> int:
         """Forward pass of a tile."""
-        old = self._original.get(device, device)
-        estimated = self._before.forward_ns(graph, tile, old), self._now.forward_ns(graph, tile, device)
-        return _in_proportion(self._costs.forward_ns(graph, tile, old), *estimated)
+        return self._scaled(device, lambda costs, own: costs.forward_ns(graph, tile, own))
 
     def backward_ns(self, graph: OperatorGraph, tile: Tile, device: DeviceType) -> int:
         """Backward pass of a tile."""
-        old = self._original.get(device, device)
-        estimated = self._before.backward_ns(graph, tile, old), self._now.backward_ns(graph, tile, device)
-        return _in_proportion(self._costs.backward_ns(graph, tile, old), *estimated)
+        return self._scaled(device, lambda costs, own: costs.backward_ns(graph, tile, own))
 
     def light_ns(self, graph: OperatorGraph, tile: Tile, device: DeviceType) -> int:
         """Forward pass of a tile without its product."""
-        old = self._original.get(device, device)
-        estimated = self._before.light_ns(graph, tile, old), self._now.light_ns(graph, tile, device)
-        return _in_proportion(light_ns(self._costs, graph, tile, old), *estimated)
+        return self._scaled(device, lambda costs, own: light_ns(costs, graph, tile, own))
 
     def half_ns(self, graph: OperatorGraph, tile: Tile, device: DeviceType, half: Half) -> int:
         """Input or weight gradients of a tile that has both."""
-        old = self._original.get(device, device)
-        estimated = self._before.half_ns(graph, tile, old, half), self._now.half_ns(graph, tile, device, half)
-        return _in_proportion(half_ns(self._costs, graph, tile, old, half), *estimated)
+        return self._scaled(device, lambda costs, own: half_ns(costs, graph, tile, own, half))
 
     def update_ns(self, parameter_bytes: int, device: DeviceType) -> int:
         """Optimizer update of a shard."""
-        old = self._original.get(device, device)
-        estimated = self._before.update_ns(parameter_bytes, old), self._now.update_ns(parameter_bytes, device)
-        return _in_proportion(self._costs.update_ns(parameter_bytes, old), *estimated)
+        return self._scaled(device, lambda costs, own: costs.update_ns(parameter_bytes, own))
 
     def compression_ns(self, compression: Compression, layout: Layout, work: Work, device: DeviceType) -> int:
         """Compressing a gradient, or decompressing."""
-        old = self._original.get(device, device)
-        before, now = (own.compression_ns(compression, layout, work, of) for own, of in ((self._before, old), (self._now, device)))
-        return _in_proportion(compression_ns(self._costs, compression, layout, work, old), before, now)
+        return self._scaled(device, lambda costs, own: compression_ns(costs, compression, layout, work, own))
 
     def launch_ns(self, graph: OperatorGraph, tile: Tile, device: DeviceType, *, backward: bool) -> int:
         """Launch time of one pass of a tile."""
@@ -86,6 +75,7 @@ class ScaledCosts:
         found = launch_ns(self._costs, graph, tile, old, backward=backward)
         return round(found * device.kernel_seconds / old.kernel_seconds) if old.kernel_seconds else found
 
-
-def _in_proportion(time_ns: int, before_ns: int, now_ns: int) -> int:
-    return max(1, -(-time_ns * now_ns // before_ns))
+    def _scaled(self, device: DeviceType, asked: Callable[[CostModel, DeviceType], int]) -> int:
+        """The cost model's answer about the original of a device, in proportion to the estimates for both."""
+        old = self._original.get(device, device)
+        return max(1, -(-asked(self._costs, old) * asked(self._now, device) // asked(self._before, old)))

@@ -1,9 +1,8 @@
 """Measurements that come with this package, for the devices of presets: used for what the user has not measured on such a device.
 
-A preset's device type (``h200``) is the device that was measured (``NVIDIA H200``) if that name is known to be its (``gpu_names``), and
-if its figures are the package's own. They were measured under another version of torch than the user's, perhaps, and say so. What
-launching took is left out: that is work of the processor beside the device, and clusters of which no measurements come along know no
-launches either.
+A preset's device type (``h200``) is the device that was measured (``NVIDIA H200``) if that name is known to be its (``known_gpu``), and if
+its figures are the package's own. They were measured under another version of torch than the user's, perhaps, and say so. What launching
+took is left out: that is work of the processor beside the device, and clusters of which no measurements come along know no launches either.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import json
 from dataclasses import replace
 from functools import cache
 
-from soap.cluster.gpu_names import known_gpu
+from soap.cluster.kinds import known_gpu
 from soap.cluster.presets import device_types
 from soap.cluster.topology import DeviceType, Topology
 from soap.profiles.entries import Entry, decode

@@ -53,6 +53,7 @@ def _measured(contents: Contents) -> str:
 def _facts(contents: Contents, summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     model, cluster = summary["model"], summary["cluster"]
     peaks, available = summary["expected_memory_bytes"], summary["available_memory_bytes"]
+    usual_moved = summary["data_parallel_bytes_moved"]
     fullest = max(range(len(peaks)), key=lambda device: peaks[device] / available[device])
     name = cluster["devices"][fullest]
     rows = [
@@ -60,7 +61,7 @@ def _facts(contents: Contents, summary: Mapping[str, Any]) -> list[tuple[str, st
         ("cluster", f"{cluster['name']}, {len(cluster['devices'])} devices"),
         ("costs", summary["costs"]["description"]),
         ("fullest device", f"{name}: {format_bytes(peaks[fullest])} of {format_bytes(available[fullest])} at its peak"),
-        ("moved per iteration", f"{format_bytes(summary['bytes_moved'])} ({_usual_moved(summary)})"),
+        ("moved per iteration", f"{format_bytes(summary['bytes_moved'])} (data parallelism: {format_bytes(usual_moved)})"),
     ]
     if (per_second := summary["throughput"]["samples_per_second"]) is not None:
         rate = f"{per_second:,.0f}" if per_second >= 1000 else f"{per_second:.4g}"
@@ -94,10 +95,6 @@ def _two_plans(summary: Mapping[str, Any]) -> list[Block]:
 
 def _share(mfu: float) -> str:
     return f"{mfu:.1%}" if mfu >= 0.0005 else "under 0.1%"
-
-
-def _usual_moved(summary: Mapping[str, Any]) -> str:
-    return f"data parallelism: {format_bytes(summary['data_parallel_bytes_moved'])}"
 
 
 def busiest_link(simulation: Any) -> str:

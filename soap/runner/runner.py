@@ -23,7 +23,7 @@ from soap.errors import RuntimeFailure
 from soap.model.graph import OperatorGraph
 from soap.model.sparse_shares import with_alphas
 from soap.plan.compression.training import PlannedTraining
-from soap.plan.running.forward_order import ExecutionOrder
+from soap.plan.running.order import ExecutionOrder
 from soap.runner.config import RunnerConfig
 from soap.runner.sharding import groups, rank_and_count
 from soap.runner.tuning import served_sparse, tune

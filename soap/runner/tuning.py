@@ -20,7 +20,7 @@ from soap.cluster.topology import Topology
 from soap.errors import RuntimeFailure, StrategyError
 from soap.measure.iteration import measure_steps
 from soap.model.graph import OperatorGraph
-from soap.plan.running.forward_order import ExecutionOrder
+from soap.plan.running.order import ExecutionOrder
 from soap.runtime.comm.world import close_world, open_world
 from soap.runtime.trainer import Trainer
 from soap.runtime.training_options import DEFAULT_TRAINING, TrainingKeywords, TrainingOptions

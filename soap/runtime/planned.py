@@ -25,8 +25,7 @@ from soap.plan.pass_order import PassOrder
 from soap.plan.plan import Plan, Shard, ShardSync
 from soap.plan.planning import PlanBuilder, build_plan
 from soap.plan.running.activity import Activity
-from soap.plan.running.forward_order import ExecutionOrder
-from soap.plan.running.segments import Segment
+from soap.plan.running.order import ExecutionOrder, Segment
 from soap.runtime.comm.handing_out import packed, unpacked
 from soap.runtime.comm.redistribute import Communicator, needed_by
 from soap.runtime.program.actions import Action, ActionKind
@@ -348,6 +347,7 @@ def _replanned(plan: Plan, graph: OperatorGraph, topology: Topology, places: Seq
         shards=shards,
         syncs=tuple(_with_new_uses(sync, shards) for sync in plan.syncs),
         sparse_lookups=frozenset(position for position, place in enumerate(places) if place in plan.sparse_lookups),
+        deliveries=built.deliveries,
     )
 
 

@@ -22,7 +22,7 @@ from soap.errors import RuntimeFailure, SoapWarning
 from soap.model.dtypes import has_complex, is_complex, name_of, replaced
 from soap.model.regions import volume
 from soap.plan.plan import Plan
-from soap.plan.running.forward_order import ExecutionOrder
+from soap.plan.running.order import ExecutionOrder
 from soap.plan.syncs.compressed import compressed_names
 from soap.runtime.checkpoint.storage import home_of, whole_buffers, whole_parameters
 from soap.runtime.comm.position import HERE

@@ -6,14 +6,22 @@ A ``ScheduleError`` is one line; its ``grid``, which tracebacks and commands sho
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import combinations
 
 from soap.errors import ScheduleError
 from soap.schedules.dependencies import Barrier, Dependencies, Place, dependencies
 from soap.schedules.named import SCHEDULES
-from soap.schedules.table import KINDS, WORK, Action, Kind, Table, lacking, marked, shown
+from soap.schedules.table import KINDS, SHARES, WORK, Action, Kind, Table, lacking, marked, shown
 
 OFFERED = next(schedule.name for schedule in SCHEDULES if schedule.meets_barriers)
 """What to use where a barrier is in the way."""
+WAYS = ", or ".join(
+    " and ".join(kinds)
+    for count in range(1, len(KINDS) + 1)
+    for kinds in combinations(KINDS, count)
+    if sorted(share for kind in kinds for share in WORK[kind].shares) == sorted(SHARES)
+)
+"""The actions that do all there is to do of a chunk for a micro-batch, once: ``F and B, or F and I and W``."""
 MOST_WAITS = 6
 """Of a circle of actions that wait for each other, a message names so many waits."""
 
@@ -48,7 +56,7 @@ def _name(place: Place) -> str:
 
 
 def _require_once(table: Table) -> None:
-    """No action twice, each chunk on one stage, and no chunk with the backward pass of a micro-batch both whole and in parts."""
+    """No action twice, each chunk on one stage, and nothing of a chunk for a micro-batch done by two actions."""
     seen: dict[Action, Place] = {}
     stage_of: dict[int, int] = {}
     done: dict[tuple[int, int, str], Kind] = {}
@@ -63,7 +71,7 @@ def _require_once(table: Table) -> None:
             other = done.setdefault((action.chunk, action.microbatch, share), action.kind)
             if other != action.kind:
                 both = f"chunk {action.chunk} has both {other} and {action.kind} of micro-batch {action.microbatch}"
-                raise _refuse(table, place, f"{both}; expected B alone, or I and W ({_name(place)})")
+                raise _refuse(table, place, f"{both}; expected {WAYS} ({_name(place)})")
 
 
 def _require_complete(table: Table) -> None:
@@ -82,11 +90,11 @@ def _require_complete(table: Table) -> None:
 
 def _missing(action: str, stage: int, chunks: int, microbatches: int) -> str:
     where = f"on stage {stage}" if stage >= 0 else "on any stage"
-    return f"{action} is missing {where}; expected F and B (or I and W) of {chunks} chunks and {microbatches} micro-batches, each once"
+    return f"{action} is missing {where}; expected {WAYS}, of {chunks} chunks and {microbatches} micro-batches, each once"
 
 
 def _require_own_order(table: Table) -> None:
-    """On its stage, B and I of a micro-batch come behind F, and W behind I."""
+    """On its stage, each action of a micro-batch comes after the one that it waits for."""
     seen: set[Action] = set()
     for place, action in _cells(table):
         if (behind := WORK[action.kind].behind) is not None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Protocol
 
 from soap.plan.compression.training import PlannedTraining
 from soap.simulator.costs import CostModel
 from soap.simulator.draws import Draws
-from soap.strategy.config import Strategy
+from soap.strategy.config import Strategy, SyncConfig
 
 if TYPE_CHECKING:
     from soap.simulator.engine import Engine
+    from soap.simulator.folding import Folding
     from soap.simulator.shared import Shared
 
 
@@ -27,7 +29,7 @@ class Able(Protocol):
 
     @property
     def optimizer_states(self) -> int:
-        """Tensors of a parameter's size that the optimizer keeps, as in ``simulator.memory.peaks``."""
+        """Tensors of a parameter's size that the optimizer keeps."""
 
     @property
     def training(self) -> PlannedTraining:
@@ -37,8 +39,12 @@ class Able(Protocol):
     def draws(self) -> Draws | None:
         """Draws of the costs, under which strategies are compared; None: only the most likely costs count."""
 
-    def fits(self, strategy: Strategy, engine: Engine) -> bool:
-        """Whether a strategy that an engine holds or proposes fits into memory."""
+    def folding(self, strategy: Strategy, syncs: Iterable[SyncConfig]) -> Folding | None:
+        """A large strategy as two of its copies, whose parameters may have those of ``syncs`` that ``Folding.syncs`` has; None if it is not
+        large or cannot be folded."""
+
+    def fits(self, strategy: Strategy, engine: Engine, folding: Folding | None = None) -> bool:
+        """Whether a strategy that an engine holds or proposes fits into memory; with ``folding`` as two of its copies."""
 
     def peak_share(self, strategy: Strategy) -> float:
         """The peak by the limit, of the device that is filled most; infinite if a host lacks memory."""

@@ -4,7 +4,7 @@ further ones they call: those that save memory where it binds, shared parameters
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import inf
 from types import MappingProxyType
 from typing import cast
@@ -99,7 +99,9 @@ def with_starts(
     for name, make in further.items():
         if keeps_stages(space, own := make()):
             tried(name, own)
-    space = _with_more_starts(space, topology, evaluator, recorder, options, tried)
+    more = _More(space, topology, evaluator, recorder, options, tried)
+    more.everything()
+    space = more.space
     references = reference_strategies(space.graph, topology, (own for own in strategies.values() if not is_cut(own)))
     return replace(space, references=different(inside(space, options, own) for own in references if keeps_stages(space, own)))
 
@@ -112,150 +114,134 @@ def start_names(options: SearchOptions, further_starts: Collection[str]) -> list
     return None if options.starts is None else [name for name in names if not is_simulated(name)]
 
 
-def _with_more_starts(
-    space: Space,
-    topology: Topology,
-    evaluator: Evaluator,
-    recorder: Recorder,
-    options: SearchOptions,
-    evaluate: Callable[[str, Strategy], None],
-) -> Space:
-    """Evaluate starts that split matrices in stages, share parameters, have layers on servers, recompute, offload or are pipelines, as far
-    as the recorder's call for them. Returns the space with what they do."""
-    may_pay = _with_mixtures(space, topology, evaluator, recorder, options, evaluate)
-    space = _with_sharing(space, topology, evaluator, recorder, options, evaluate)
-    _with_layers_on_servers(space, topology, evaluator, options, evaluate)
-    _with_uneven_shares(space, topology, evaluator, options, evaluate)
-    if (more := recomputing_starts(space, topology, evaluator, recorder.starts, wanted=options.recompute)) is not None:
-        space, recorder.budgeted = with_recomputation(space), more[1]
-        for name, strategy in more[0].items():
-            if keeps_stages(space, strategy):
-                evaluate(name, strategy)
-    if offloading := offloading_starts(space.graph, topology, recorder.starts, options):
-        space = with_offloading(space)
-        for name, strategy in offloading.items():
-            evaluate(name, strategy)
-        away = budgeted_offloading(space.graph, topology, evaluator, recorder.starts)
-        recorder.budgeted = {**recorder.budgeted, **away}
-        for name, own in away.items():
-            evaluate(name, own.strategy)
-    wanted = True if options.starts is not None and PIPELINE in options.starts else options.pipelines
-    wanted = False if wanted is None and not may_pay else wanted
-    pipeline = pipeline_start(space, topology, evaluator, recorder.starts, wanted=wanted, named=options.starts is not None)
-    if pipeline is not None:
-        evaluate(PIPELINE, pipeline)
-        space = _pipelines_that_save(space, topology, evaluator, recorder, options, evaluate)
-    return space
+@dataclass
+class _More:
+    """Starts that split matrices in stages, share parameters, have layers on servers, recompute, offload or are pipelines, as far as what
+    was recorded before calls for them. ``space``: with what they do. ``evaluate``: records a start."""
 
+    space: Space
+    topology: Topology
+    evaluator: Evaluator
+    recorder: Recorder
+    options: SearchOptions
+    evaluate: Callable[[str, Strategy], None]
 
-def _with_mixtures(
-    space: Space,
-    topology: Topology,
-    evaluator: Evaluator,
-    recorder: Recorder,
-    options: SearchOptions,
-    evaluate: Callable[[str, Strategy], None],
-) -> bool:
-    """If data parallelism lacks memory and nobody names starts, evaluate the ``grid.mixtures`` that rough costs expect to be faster than
-    the best start that fits, the most promising first. Returns whether a pipeline that keeps everything may be."""
-    lacking = any(start.name == BASELINE and not start.fits for start in recorder.starts)
-    if options.starts is not None or not lacking or not hasattr(evaluator, "engine_costs"):
-        return True
-    able, left, count = cast(Able, evaluator), MOST_TILES, 0
-    rough = RoughCosts(space.graph, topology, able.engine_costs, able.shared)
-    found = mixtures(space.graph, topology, rough, able.optimizer_states, recompute=options.recompute is not False)
+    @property
+    def _able(self) -> Able | None:
+        """The evaluator, if it has costs for engines."""
+        return cast(Able, self.evaluator) if hasattr(self.evaluator, "engine_costs") else None
 
-    def at_most_ns() -> float:
-        return PROMISING * min((start.cost_ns for start in recorder.starts if start.fits), default=inf)
+    @property
+    def _least_ns(self) -> float:
+        """The cost of the best start that fits; infinite if none does."""
+        return min((start.cost_ns for start in self.recorder.starts if start.fits), default=inf)
 
-    for own in found:
-        hopeless = own.expected_ns > at_most_ns() or (own.lacking_bytes > 0 and at_most_ns() < inf)
-        if hopeless or (own.stages > 1 and options.pipelines is False) or count == MOST_EVALUATED:
-            continue
-        strategy = named(own.name, space.graph, topology)
-        left -= tile_count(strategy)
-        allowed = are_allowed(strategy.parameters, space.syncs) and is_legal(space, topology, strategy)
-        if not allowed or (count and left < 0) or not keeps_stages(space, strategy):
-            continue
-        evaluate(own.name, strategy)
-        count += 1
-    return pipelines_may_pay(topology, found, at_most_ns())
+    def everything(self) -> None:
+        """Evaluate all of them."""
+        topology, evaluator, recorder, options = self.topology, self.evaluator, self.recorder, self.options
+        may_pay = self._mixtures()
+        self._sharing()
+        self._layers_on_servers()
+        self._uneven_shares()
+        if (more := recomputing_starts(self.space, topology, evaluator, recorder.starts, wanted=options.recompute)) is not None:
+            self.space, recorder.budgeted = with_recomputation(self.space), more[1]
+            for name, strategy in more[0].items():
+                if keeps_stages(self.space, strategy):
+                    self.evaluate(name, strategy)
+        if offloading := offloading_starts(self.space.graph, topology, recorder.starts, options):
+            self.space = with_offloading(self.space)
+            for name, strategy in offloading.items():
+                self.evaluate(name, strategy)
+            away = budgeted_offloading(self.space.graph, topology, evaluator, recorder.starts)
+            recorder.budgeted = {**recorder.budgeted, **away}
+            for name, own in away.items():
+                self.evaluate(name, own.strategy)
+        wanted = True if options.starts is not None and PIPELINE in options.starts else options.pipelines
+        wanted = False if wanted is None and not may_pay else wanted
+        pipeline = pipeline_start(self.space, topology, evaluator, recorder.starts, wanted=wanted, named=options.starts is not None)
+        if pipeline is not None:
+            self.evaluate(PIPELINE, pipeline)
+            self._pipelines_that_save()
 
+    def _mixtures(self) -> bool:
+        """If data parallelism lacks memory and nobody names starts, evaluate the ``grid.mixtures`` that rough costs expect to be faster
+        than the best start that fits, the most promising first. Returns whether a pipeline that keeps everything may be."""
+        space, topology, options, able = self.space, self.topology, self.options, self._able
+        lacking = any(start.name == BASELINE and not start.fits for start in self.recorder.starts)
+        if options.starts is not None or not lacking or able is None:
+            return True
+        left, count = MOST_TILES, 0
+        rough = RoughCosts(space.graph, topology, able.engine_costs, able.shared)
+        found = mixtures(space.graph, topology, rough, able.optimizer_states, recompute=options.recompute is not False)
+        for own in found:
+            at_most_ns = PROMISING * self._least_ns
+            hopeless = own.expected_ns > at_most_ns or (own.lacking_bytes > 0 and at_most_ns < inf)
+            if hopeless or (own.stages > 1 and options.pipelines is False) or count == MOST_EVALUATED:
+                continue
+            strategy = named(own.name, space.graph, topology)
+            left -= tile_count(strategy)
+            allowed = are_allowed(strategy.parameters, space.syncs) and is_legal(space, topology, strategy)
+            if not allowed or (count and left < 0) or not keeps_stages(space, strategy):
+                continue
+            self.evaluate(own.name, strategy)
+            count += 1
+        return pipelines_may_pay(topology, found, PROMISING * self._least_ns)
 
-def _with_layers_on_servers(
-    space: Space, topology: Topology, evaluator: Evaluator, options: SearchOptions, evaluate: Callable[[str, Strategy], None]
-) -> None:
-    """Evaluate the starts ``ralp`` and ``ralp:N`` that the options name; if they name none at all, ``ralp`` where some hosts are servers, a
-    cut gains enough, and constraints and methods allow it."""
-    asked = [name for name in options.starts or () if is_simulated(name) and base_of(name)[0] == RALP]
-    usual = options.starts is None and topology.servers and not options.syncs and hasattr(evaluator, "engine_costs")
-    for name in asked or ((RALP,) if usual else ()):
-        costs = cast(Able, evaluator).engine_costs
-        found = layer_placement(space.graph, topology, evaluator, costs, count=base_of(name)[1])
-        inside = brought_inside(space, found.strategy)
-        if asked or (found.friendly and inside is found.strategy):
-            evaluate(name, inside)
+    def _sharing(self) -> None:
+        """Evaluate starts whose parameters are owned in parts, if they are faster than all others that fit. If there are any, every
+        parameter of the space may be owned so; else the space stays as it was, so that a search which gains nothing by it is as without
+        it. So it is with an evaluator that has no costs for engines."""
+        space, options, evaluator = self.space, self.options, self.evaluator
+        if options.syncs or options.starts is not None or self._able is None:
+            return
+        syncs = allowed_syncs(space.graph, self.topology, options, saving=True)
+        for name, strategy in shared_starts(space.graph, self.topology, self.recorder.starts, syncs).items():
+            faster = keeps_stages(space, strategy) and evaluator.makespan_ns(strategy) < self._least_ns
+            if faster and evaluator.overflow_bytes(strategy) == 0:
+                self.evaluate(name, strategy)
+                self.space = replace(space, syncs=syncs)
 
+    def _layers_on_servers(self) -> None:
+        """Evaluate the starts ``ralp`` and ``ralp:N`` that the options name; if they name none at all, ``ralp`` where some hosts are
+        servers, a cut gains enough, and constraints and methods allow it."""
+        space, topology, options = self.space, self.topology, self.options
+        asked = [name for name in options.starts or () if is_simulated(name) and base_of(name)[0] == RALP]
+        usual = options.starts is None and topology.servers and not options.syncs and self._able is not None
+        for name in asked or ((RALP,) if usual else ()):
+            costs = cast(Able, self.evaluator).engine_costs
+            found = layer_placement(space.graph, topology, self.evaluator, costs, count=base_of(name)[1])
+            strategy = brought_inside(space, found.strategy)
+            if asked or (found.friendly and strategy is found.strategy):
+                self.evaluate(name, strategy)
 
-def _with_uneven_shares(
-    space: Space, topology: Topology, evaluator: Evaluator, options: SearchOptions, evaluate: Callable[[str, Strategy], None]
-) -> None:
-    """Where devices differ, and nobody names starts, evaluate data parallelism with shares that suit their speed, if that is allowed."""
-    if options.starts is not None:
-        return
-    strategy = named(on_top(BASELINE, UNEVEN), space.graph, topology)
-    if strategy != named(BASELINE, space.graph, topology) and brought_inside(space, strategy) is strategy:
-        evaluate(UNEVEN, shifted(space.graph, evaluator, strategy))
+    def _uneven_shares(self) -> None:
+        """Where devices differ, and nobody names starts, evaluate data parallelism with shares that suit their speed, if that is
+        allowed."""
+        graph = self.space.graph
+        if self.options.starts is not None:
+            return
+        strategy = named(on_top(BASELINE, UNEVEN), graph, self.topology)
+        if strategy != named(BASELINE, graph, self.topology) and brought_inside(self.space, strategy) is strategy:
+            self.evaluate(UNEVEN, shifted(graph, self.evaluator, strategy))
 
-
-def _pipelines_that_save(
-    space: Space,
-    topology: Topology,
-    evaluator: Evaluator,
-    recorder: Recorder,
-    options: SearchOptions,
-    evaluate: Callable[[str, Strategy], None],
-) -> Space:
-    """If the pipeline that was evaluated last does not fit, evaluate what saves memory on top of it until something does. Returns the space
-    with what that needs."""
-    base, graph = recorder.starts[-1].strategy, space.graph
-    if recorder.starts[-1].fits:
-        return space
-    if options.recompute is not False:
-        space, name = with_recomputation(space), f"{PIPELINE}, recompute"
-        able = cast(Able, evaluator)
-        made = recompute_to_fit(graph, topology, base, able.engine_costs, able.peak_share)
-        if is_legal(space, topology, made.strategy):
-            recorder.budgeted = {**recorder.budgeted, name: made}
-            evaluate(name, made.strategy)
-    for added in AWAY if space.by_field.get("offload") else ():
-        name = PIPELINE
-        for own in added:
-            name = on_top(name, own)
-        strategy = named(name, graph, topology, base)
-        if recorder.starts[-1].fits or (options.recompute is False and RECOMPUTE in added) or not is_legal(space, topology, strategy):
-            continue
-        evaluate(name, strategy)
-    return space
-
-
-def _with_sharing(
-    space: Space,
-    topology: Topology,
-    evaluator: Evaluator,
-    recorder: Recorder,
-    options: SearchOptions,
-    evaluate: Callable[[str, Strategy], None],
-) -> Space:
-    """Evaluate starts whose parameters are owned in parts, if they are faster than all others that fit. Returns the space in which every
-    parameter may be owned so, if there are any; else the space as it was, so that a search which gains nothing by it is as without it.
-    So it is with an evaluator that has no costs for engines."""
-    if options.syncs or options.starts is not None or not hasattr(evaluator, "engine_costs"):
-        return space
-    syncs, faster = allowed_syncs(space.graph, topology, options, saving=True), False
-    for name, strategy in shared_starts(space.graph, topology, recorder.starts, syncs).items():
-        least_ns = min((start.cost_ns for start in recorder.starts if start.fits), default=inf)
-        if keeps_stages(space, strategy) and evaluator.makespan_ns(strategy) < least_ns and evaluator.overflow_bytes(strategy) == 0:
-            evaluate(name, strategy)
-            faster = True
-    return replace(space, syncs=syncs) if faster else space
+    def _pipelines_that_save(self) -> None:
+        """If the pipeline that was evaluated last does not fit, evaluate what saves memory on top of it until something does."""
+        graph, topology, starts, recompute = self.space.graph, self.topology, self.recorder.starts, self.options.recompute
+        base = starts[-1].strategy
+        if starts[-1].fits:
+            return
+        if recompute is not False:
+            self.space, name = with_recomputation(self.space), f"{PIPELINE}, recompute"
+            able = cast(Able, self.evaluator)
+            made = recompute_to_fit(graph, topology, base, able.engine_costs, able.peak_share)
+            if is_legal(self.space, topology, made.strategy):
+                self.recorder.budgeted = {**self.recorder.budgeted, name: made}
+                self.evaluate(name, made.strategy)
+        for added in AWAY if self.space.by_field.get("offload") else ():
+            name = PIPELINE
+            for own in added:
+                name = on_top(name, own)
+            strategy = named(name, graph, topology, base)
+            if starts[-1].fits or (recompute is False and RECOMPUTE in added) or not is_legal(self.space, topology, strategy):
+                continue
+            self.evaluate(name, strategy)

@@ -5,7 +5,8 @@ How the budget of proposals is spent (evaluations of starts do not count):
 - Chains begin at the best distinct starts that fit into memory. The best start's chain gets half of the budget; the others share the rest.
   There is one chain for each ``TEMPERED_PROPOSALS`` (at most ``MAX_TEMPERED``).
 - Each chain spends ``DESCENT_SHARE`` of its part on ``soap.search.descent`` (at most ``DESCENT_PROPOSALS``; nothing from a large start that
-  fits, as each proposal takes a second there), and goes on from there. The chains are compiled, and run together
+  fits, as each proposal takes a second there), and goes on from there. If the best is large and can be folded, only its chain runs, and
+  keeps its copies alike (``soap.search.copies``). The chains are compiled, and run together
   (``soap.search.tempering``); an evaluator without costs for them (``soap.search.able``) has descents alone, for the whole budget. Beta is
   relative to the cost at which the chain begins. The first chain's descent first tries reference strategies that were no starts, such as
   data parallelism on fewer devices.
@@ -265,14 +266,22 @@ class _Run:
 
     def _temper(self, lows: Sequence[tuple[Start, int]], able: Able) -> None:
         """Run compiled chains from the strategies at which the descents have ended, best first."""
-        from soap.search.compiled.runner import CompiledSpace  # imports numba
+        from soap.search.compiled.runner import CompiledSpace, Fits  # imports numba
+        from soap.search.copies import copies_of
         from soap.search.tempering import Tempering
 
         budgets = sorted((budget for _, budget in lows), reverse=True)
+        copies = copies_of(self.space, able, lows[0][0].strategy)
+        fits: Fits = able.fits if copies is None else copies.fits
+        if copies is None:
+            costs, shared = able.engine_costs, able.shared
+            space = CompiledSpace(self.space, self.topology, costs, able.optimizer_states, able.draws, able.training, shared)
+            begin = [low.strategy for low, _ in lows]
+        else:  # others, which are slower, are no copies of the same devices
+            budgets, space, begin = [sum(budgets)], copies.compiled, [copies.start]
         chains = Tempering(
-            CompiledSpace(self.space, self.topology, able.engine_costs, able.optimizer_states, able.draws, able.training, able.shared),
-            [low.strategy for low, _ in lows],
-            seed=self.options.seed, budgets=budgets, beta=self.options.beta, fits=able.fits, cores=self.options.cores, ended=self.stopped,
+            space, begin, seed=self.options.seed, budgets=budgets, beta=self.options.beta, fits=fits, cores=self.options.cores,
+            ended=self.stopped,
         )  # fmt: skip
         allowance = Allowance(sum(budgets), self.options.patience)
         for rounds in chains.rounds():
@@ -280,7 +289,8 @@ class _Run:
                 before = self.recorder.best
                 name = lows[own.chain][0].name
                 if own.best is not None:
-                    self.recorder.found(Start(name, own.best, own.best_ns, 0))
+                    best = own.best if copies is None else copies.unfolded(own.best)
+                    self.recorder.found(Start(name, best, own.best_ns, 0))
                 graph = self.space.graph
                 for entry in own.log:
                     changed = graph.operators[entry.operator] if entry.operator >= 0 else graph.parameters[-1 - entry.operator]

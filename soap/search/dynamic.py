@@ -165,7 +165,7 @@ def additive_costs(
             if operand.tensor not in graph.producers:
                 continue
             i, output = graph.producers[operand.tensor]
-            key = (rough.durations.same(i), output, rough.durations.same(j), k)
+            key = (rough.cuts.class_of(i), output, rough.cuts.class_of(j), k)
             if key not in known:
                 known[key] = rough.edges_seconds(operand, output, k, laid[i], laid[j])
             edges[i, j] = edges[i, j] + known[key] if (i, j) in edges else known[key]
@@ -177,7 +177,7 @@ def _laid(rough: RoughCosts, choices: list[list[OpConfig]]) -> tuple[list[list[L
     known: dict[tuple[int, tuple[OpConfig, ...]], tuple[list[Laid], Costs]] = {}
     found = []
     for i, own in enumerate(choices):
-        key = rough.durations.same(i), tuple(own)
+        key = rough.cuts.class_of(i), tuple(own)
         if key not in known:
             laid, seconds = list[Laid](), list[float]()
             for config in own:

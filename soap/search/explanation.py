@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from soap.model.graph import OperatorGraph
-from soap.search.groups import repeated_groups
+from soap.model.likeness import repeated_groups
 from soap.search.metropolis import Evaluator
 from soap.simulator.analysis.attribution import Activity, Shares, activity, task_shares
-from soap.simulator.analysis.slack import slack_ns
-from soap.simulator.analysis.timeline import critical_path, path_parts_ns, resource_names
+from soap.simulator.analysis.timeline import critical_path, path_parts_ns, resource_names, slack_ns
 from soap.simulator.simulate import Simulation
 from soap.strategy.config import OpConfig, Strategy, SyncConfig
 from soap.strategy.marks import mark_of, with_each_mark, with_mark

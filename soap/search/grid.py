@@ -130,9 +130,9 @@ def _figures(graph: OperatorGraph, strategy: Strategy, rough: RoughCosts) -> _Fi
     known, total = dict[tuple[object, ...], NDArray[np.int64]](), np.zeros(2 + 2 * len(LEVELS), np.int64)
     for position, op in enumerate(graph.operators):
         config, own = strategy.operators[op.name], [level.get(op.name, STAYS) for level in levels]
-        key = rough.durations.same(position), config.degrees, config.replicas, *own
+        key = rough.cuts.class_of(position), config.degrees, config.replicas, *own
         if key not in known:
-            laid, table = rough.lay(position, config), rough.durations(position, config.degrees, config.shares)
+            laid, table = rough.lay(position, config), rough.cuts.durations(position, config.degrees, config.shares)
             cells = len(config.devices) // config.replicas
             forward_ns, backward_ns = (int(table[:, way].sum(axis=-1).max()) * config.replicas // len({*config.devices}) for way in (0, 1))
             trained = sum(graph.tensors[own.tensor].bytes for own in op.parameters if graph.tensors[own.tensor].requires_grad)

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
-from soap.search.durations import TileDurations
 from soap.search.metropolis import Evaluator
 from soap.simulator.costs import CostModel
+from soap.simulator.cut_operators import CutOperators
 from soap.strategy.config import OpConfig, Strategy
 from soap.strategy.ralp import cut_at, tails
 
@@ -98,7 +98,7 @@ class _Busy:
 
     def __init__(self, graph: OperatorGraph, topology: Topology, costs: CostModel) -> None:
         self._graph, self._topology = graph, topology
-        self._durations = TileDurations(graph, topology, costs)
+        self._cuts = CutOperators(graph, topology, costs)
         self._known: dict[tuple[int, OpConfig], tuple[int, ...]] = {}
 
     def front_and_tail_ns(self, strategy: Strategy, cut: int) -> tuple[int, int]:
@@ -108,12 +108,12 @@ class _Busy:
 
     def _of(self, position: int, config: OpConfig) -> tuple[int, ...]:
         """Of an operator, by device."""
-        key = (self._durations.same(position), config)
+        key = (self._cuts.class_of(position), config)
         if key not in self._known:
-            both = self._durations(position, config.degrees, config.shares).sum(axis=1)
+            both = self._cuts.durations(position, config.degrees, config.shares).sum(axis=1)
             found = [0] * self._topology.device_count
             for place, device in enumerate(config.devices):
-                found[device] += int(both[self._durations.type_of[device], place % both.shape[1]])
+                found[device] += int(both[self._cuts.type_of[device], place % both.shape[1]])
             self._known[key] = tuple(found)
         return self._known[key]
 

@@ -22,7 +22,7 @@ from soap.search.starts import Start
 from soap.search.to_fit import Budgeted, Step, bases_of, fewest
 from soap.simulator.communication.offloading import copy_ns
 from soap.simulator.memory.footprint import kept_share
-from soap.simulator.memory.peaks import away_bytes
+from soap.simulator.memory.sizes import away_bytes
 from soap.strategy.config import Strategy
 from soap.strategy.marks import OFFLOADED
 from soap.strategy.named import OFFLOAD_KEPT, RECOMPUTE, named, offloaded_names

@@ -8,7 +8,7 @@ faster than that.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from math import sqrt
@@ -99,16 +99,6 @@ def _below(samples: Sequence[Sample], start: Sample) -> int | None:
     before = downward[-2].time_ns if len(downward) > 1 else None
     rose = before is not None and last.time_ns > before
     return None if rose else last.partitions // 2
-
-
-def tune(measure: Callable[[int], Sequence[float] | None], hosts: int, most: int = MAX_PARTITIONS) -> Tuning:
-    """Sample, fit, choose. ``measure``: times of a run's iterations in nanoseconds for a number of partitions; None if the run fails.
-    SoapError if all runs fail."""
-    samples: list[Sample] = []
-    while (partitions := next_partitions(samples, hosts, most)) is not None:
-        found = measure(partitions)
-        samples.append(Sample(partitions, settled_ns(found) if found else None))
-    return choose(samples)
 
 
 def choose(samples: Sequence[Sample]) -> Tuning:

@@ -21,9 +21,8 @@ from soap.model.batch import MicroBatches
 from soap.model.graph import OperatorGraph
 from soap.schedules.checking import check
 from soap.schedules.dependencies import Dependencies
-from soap.schedules.in_flight import in_flight, peaks
 from soap.schedules.named import SCHEDULES, NamedSchedule
-from soap.schedules.play import Durations, least_ns, play
+from soap.schedules.play import Durations, in_flight, least_ns, peaks, play
 from soap.schedules.table import WORK, Kind, Table
 from soap.search.constraints import Allowed
 from soap.search.stage_costs import StageCosts, StagePrices

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from soap.cluster.topology import Topology
 from soap.model.graph import Operand, OperatorGraph
-from soap.search.durations import TileDurations
 from soap.simulator.costs import CostModel
 from soap.strategy.config import OpConfig
 
@@ -58,7 +57,7 @@ class RoughCosts:
 
         self.graph, self.topology, self.costs = graph, topology, costs
         self._shared = shared or Shared(graph, topology, costs)
-        self.durations = TileDurations(graph, topology, costs, self._shared)
+        self.cuts = self._shared.cuts
         self.communication = self._shared.communication
         self._moved = np.zeros((topology.device_count, topology.device_count), np.int64)
         self._cuts: dict[tuple[object, ...], Cut] = {}
@@ -77,7 +76,7 @@ class RoughCosts:
 
     def lay(self, position: int, config: OpConfig) -> Laid:
         """Where a configuration puts its tiles and outputs."""
-        same = self.durations.same(position)
+        same = self.cuts.class_of(position)
         key = same, config.degrees, config.shares, config.replicas
         cut = self._cuts.get(key)
         if cut is None:
@@ -116,10 +115,10 @@ class RoughCosts:
 
     def node_seconds(self, position: int, config: OpConfig, laid: Laid) -> float:
         """Computation on the busiest device, sums of partial results and of gradients, and the update."""
-        both_ns = self.durations(position, config.degrees, config.shares).sum(axis=1).tolist()
+        both_ns = self.cuts.durations(position, config.degrees, config.shares).sum(axis=1).tolist()
         busy_ns, cells = [0] * self.topology.device_count, len(config.devices) // config.replicas
         for t, device in enumerate(config.devices):
-            busy_ns[device] += both_ns[self.durations.type_of[device]][t % cells]
+            busy_ns[device] += both_ns[self.cuts.type_of[device]][t % cells]
         return (max(busy_ns) + self.sums_ns(laid.sums) + self.upkeep_ns(config, laid)) / 1e9
 
     def sums_ns(self, sums: Sequence[tuple[tuple[int, ...], int]]) -> int:
@@ -139,7 +138,7 @@ class RoughCosts:
         return rest_ns
 
     def _update_ns(self, size: int, device: int) -> int:
-        key = size, self.durations.type_of[device]
+        key = size, self.cuts.type_of[device]
         found = self._updates_ns.get(key)
         if found is None:
             found = self._updates_ns[key] = self.costs.update_ns(size, self.topology.devices[device].type)

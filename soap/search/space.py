@@ -29,9 +29,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from soap.model.batch import MicroBatches
 from soap.model.graph import Operator, OperatorGraph
+from soap.model.likeness import repeated_groups
 from soap.plan.scheduling import Orders
 from soap.search.alignment import Edge, edges_of
-from soap.search.groups import repeated_groups
 from soap.strategy.config import OpConfig, Strategy, SyncConfig, settled_config
 from soap.strategy.marks import FEATURES
 from soap.strategy.recomputation import STAYS

@@ -147,7 +147,7 @@ class StagePrices:
 
     def _lay(self, position: int, group: Group, tensor: int) -> Laid:
         config = self._config(position, group, tensor)
-        key = self._rough.durations.same(position), config
+        key = self._rough.cuts.class_of(position), config
         if key not in self._laid:
             self._laid[key] = self._rough.lay(position, config)
         return self._laid[key]
@@ -158,7 +158,7 @@ class StagePrices:
         return list(np.add.reduceat(np.array(own, np.int64), firsts, axis=0).T)
 
     def _operator(self, position: int, group: Group, tensor: int, cut: MicroBatches) -> tuple[int, int, int, int, int, int]:
-        config, same = self._config(position, group, tensor), self._rough.durations.same(position)
+        config, same = self._config(position, group, tensor), self._rough.cuts.class_of(position)
         laid, parts = self._lay(position, group, tensor), cut.parts(position)
         if (key := (same, config, parts)) not in self._computed:
             self._computed[key] = self._passes_ns(position, config, laid, cut)
@@ -173,8 +173,8 @@ class StagePrices:
         degrees = list(config.degrees)
         if factor is not None:
             degrees[factor] = min(parts * degrees[factor], self._graph.operators[position].factors[factor].size)
-        table, devices = rough.durations(position, tuple(degrees)), {*config.devices}
-        types = {rough.durations.type_of[device] for device in devices}
+        table, devices = rough.cuts.durations(position, tuple(degrees)), {*config.devices}
+        types = {rough.cuts.type_of[device] for device in devices}
         forward, backward = (max(int(table[own, way].sum()) for own in types) * config.replicas // len(devices) for way in range(2))
         sums_ns = parts * rough.sums_ns([(own, size // parts) for own, size in laid.sums]) // 2  # ``sums_ns`` is both ways
         return forward + sums_ns, backward + sums_ns
@@ -211,11 +211,11 @@ class StagePrices:
         """(operator, slot) of readers that differ in more than names."""
         found: dict[tuple[int, int], tuple[int, int]] = {}
         for reader, slot in self._graph.consumers[tensor]:
-            found.setdefault((self._rough.durations.same(reader), slot), (reader, slot))
+            found.setdefault((self._rough.cuts.class_of(reader), slot), (reader, slot))
         return list(found.values())
 
     def _edge_ns(self, maker: int, output: int, reader: int, slot: int, sender: Group, receiver: Group, tensor: int) -> int:
-        same = self._rough.durations.same
+        same = self._rough.cuts.class_of
         key = same(maker), output, same(reader), slot, sender, receiver, tensor
         if key not in self._edges:
             operand = self._graph.operators[reader].inputs[slot]

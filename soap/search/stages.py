@@ -107,7 +107,7 @@ def partition(
     """The partition whose slowest part or message is fastest, all groups with a layer at least; None if none fits into memory.
 
     ``groups``: the kind of each group, in the order of the stages unless ``any_order``. ``in_flight``: micro-batches of each stage, as
-    ``soap.schedules.in_flight`` tells of a table. ``banned`` [stages, layers]: not 0 where a layer may not be in a stage.
+    ``soap.schedules.play`` tells of a table. ``banned`` [stages, layers]: not 0 where a layer may not be in a stage.
     """
     if len(in_flight) != len(groups):
         raise ValueError(f"{len(in_flight)} numbers of micro-batches in flight; expected {len(groups)}, one for each stage")

@@ -6,7 +6,7 @@ A cut operator knows no devices. Operators that differ only in names (repeated l
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from math import prod
@@ -25,8 +25,7 @@ from soap.simulator.compiled.graph_arrays import Ints, Longs, device_types
 from soap.simulator.compiled.tile_times import WAYS, TileTimes
 from soap.simulator.costs import CostModel
 from soap.simulator.cut_parameters import CutParameter, Need, cut_parameter
-from soap.simulator.memory.peaks import away_bytes
-from soap.simulator.memory.tile_regions import boxes_of
+from soap.simulator.memory.sizes import away_bytes
 from soap.strategy.shares import Shares, weights_of
 
 Regions = Mapping[Operand, Longs]
@@ -65,7 +64,7 @@ class CutOperator:
     there, or ``NOWHERE``. ``reads``: [activation input, tile]. ``outputs``: [output, tile]. ``groups``: None if nothing is summed.
     ``grids``: by output, of the groups if there are any. ``parameters``: by parameter, in the order of the graph's, as if nobody else used
     it. ``lookups``: weighed numbers of rows that are looked up, [parameter, tile]; None if none are. ``row_times``: of sparse lookups.
-    ``away``: bytes of tiles that offload (``peaks.away_bytes``)."""
+    ``away``: bytes of tiles that offload (``sizes.away_bytes``)."""
 
     position: int
     degrees: tuple[int, ...]
@@ -95,7 +94,10 @@ class CutOperators:
     def __init__(self, graph: OperatorGraph, topology: Topology, costs: CostModel) -> None:
         self.graph, self.costs = graph, costs
         by_name: dict[str, DeviceType] = {device.type.name: device.type for device in topology.devices}
-        self.types = tuple(by_name[name] for name in device_types(topology))
+        names = device_types(topology)
+        self.types = tuple(by_name[name] for name in names)
+        self.type_of = tuple(names.index(device.type.name) for device in topology.devices)
+        """Device -> position of its type."""
         self._parameters = {tensor.name: i for i, tensor in enumerate(graph.parameters)}
         self._class_of = alike_operators(graph)
         self._whole = MicroBatches(graph, 1)
@@ -134,7 +136,8 @@ class CutOperators:
         return found
 
     def durations(self, position: int, degrees: tuple[int, ...], shares: Shares = (), *, sparse_lookup: bool = False) -> Longs:
-        """Nanoseconds of the tiles, [device type, forward or backward, tile], of one micro-batch."""
+        """Nanoseconds of the tiles, [device type, forward or backward, tile of one replica], of one micro-batch. ``sparse_lookup``: whether
+        its sparse parameters are synchronized by rows instead of all-reduced."""
         same = self._class_of[position]
         times = self._times(same, degrees, shares, self._whole, False, sparse_lookup, None)
         return times.durations[:, : len(WAYS)]
@@ -236,7 +239,7 @@ class CutOperators:
         return np.array(found, np.int64)
 
     def _away(self, position: int, cells: Longs, regions: Regions) -> Longs:
-        """``peaks.away_bytes`` of each tile. Equal shapes have equal bytes, unless there is padding, or one tensor is read twice: what both
+        """``sizes.away_bytes`` of each tile. Equal shapes have equal bytes, unless there is padding, or one tensor is read twice: what both
         regions have in common then counts once."""
         op = self.graph.operators[position]
         read = [o.tensor for o in op.inputs]
@@ -348,3 +351,31 @@ def _tile(op: Operator, position: int, index: int, cells: Longs, regions: Region
 
 def _as_box(table: Longs) -> Box:
     return tuple([(start, stop) for start, stop in table.tolist()])
+
+
+def volumes(region: np.ndarray) -> Longs:
+    """[tile]: elements in its region."""
+    found: Longs = np.prod(region[:, :, 1] - region[:, :, 0], axis=1, dtype=np.int64)
+    return found
+
+
+def distinct(region: np.ndarray) -> tuple[Longs, Longs]:
+    """(first tiles of distinct regions, [tile]: which of these its region is). Many tiles, as there are with micro-batches, have few."""
+    place = np.zeros(len(region), np.int64)
+    for column in region.reshape(len(region), -1).T:
+        if (column != column[0]).any():
+            lowest, highest = int(column.min()), int(column.max())
+            place = np.unique(place * (highest - lowest + 1) + column - lowest, return_inverse=True)[1]
+    _, first, place = np.unique(place, return_index=True, return_inverse=True)
+    return first, place
+
+
+def by_lengths(intervals: np.ndarray, of: Callable[[Box], int]) -> Longs:
+    """[tile]: what follows from the lengths of its intervals alone, worked out once for equal ones."""
+    first, place = distinct(intervals[:, :, 1] - intervals[:, :, 0])
+    return np.array([of(cell) for cell in boxes_of(intervals[first])], np.int64)[place]
+
+
+def boxes_of(region: np.ndarray) -> list[Box]:
+    """The regions as boxes."""
+    return [tuple((start, stop) for start, stop in box) for box in region.tolist()]

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import numpy as np
-from numpy.typing import NDArray
-
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
 from soap.plan.compression.training import PLAIN, PlannedTraining
@@ -15,7 +12,7 @@ from soap.simulator.compiled.events import NO_BOUND
 from soap.simulator.compiled.graph_arrays import Longs
 from soap.simulator.compiled.handles import handle
 from soap.simulator.costs import CostModel
-from soap.simulator.draws import Draws, links_between_hosts
+from soap.simulator.draws import Draws
 from soap.simulator.engine import Engine
 from soap.simulator.shared import Shared
 from soap.strategy.config import NOTHING, OpConfig, SyncConfig
@@ -35,11 +32,8 @@ class DrawnEngine(Engine):
         draws: Draws,
         training: PlannedTraining = PLAIN,
         shared: Shared | None = None,
-        between_hosts: NDArray[np.bool_] | None = None,
     ) -> None:
-        """``between_hosts``: by link, ``links_between_hosts`` of the topology if None."""
         self.draws = draws
-        self._between_hosts = links_between_hosts(topology) if between_hosts is None else between_hosts
         self._usual_ns = self._proposed_usual_ns = 0
         super().__init__(graph, topology, costs, draws=draws, training=training, shared=shared)
 
@@ -83,7 +77,7 @@ class DrawnEngine(Engine):
 
     def _make_state(self) -> None:
         super()._make_state()
-        tables = draw_tables(self.draws, self.topology, self._between_hosts, len(self.state.duration))
+        tables = draw_tables(self.draws, self.topology, self.shared.between_hosts, len(self.state.duration))
         self._drawing = make_drawing(tables, self.state, self._resources, self.topology.device_count)
         self.drawing = handle(self._drawing)
 
@@ -95,9 +89,8 @@ def make_engine(
     draws: Draws | None,
     training: PlannedTraining = PLAIN,
     shared: Shared | None = None,
-    between_hosts: NDArray[np.bool_] | None = None,
 ) -> Engine:
-    """An engine, with draws if there are any. ``shared``: as in ``Engine``. ``between_hosts``: as in ``DrawnEngine``."""
+    """An engine, with draws if there are any. ``shared``: as in ``Engine``."""
     if draws is None:
         return Engine(graph, topology, costs, training=training, shared=shared)
-    return DrawnEngine(graph, topology, costs, draws, training, shared, between_hosts)
+    return DrawnEngine(graph, topology, costs, draws, training, shared)

@@ -33,7 +33,8 @@ def drawn_times(simulator: Simulator, strategies: Iterable[Strategy], draws: Dra
     """The times of each strategy, under the same draws. ``compiled``: by compiled code; else by the reference, which is slower, needs no
     compiler, and gives the same times. StrategyError if a strategy does not fit the graph or the cluster."""
     if not compiled:
-        return [_by_reference(simulator.predict(strategy), draws) for strategy in strategies]
+        outcomes = map(simulator.predict, strategies)
+        return [DrawnTimes(own.makespan_ns, reference_times_ns(own, draws), own.messages) for own in outcomes]
     from soap.simulator.drawn_engine import DrawnEngine, make_engine  # imports numba
     from soap.simulator.folded_bound import folded_engine, messages
 
@@ -51,7 +52,3 @@ def drawn_times(simulator: Simulator, strategies: Iterable[Strategy], draws: Dra
         sent = int(np.count_nonzero(engine.taken().bytes)) if isinstance(folding, str) else messages(folding, engine)
         found.append(DrawnTimes(engine.usual_ns, tuple(engine.times_ns().tolist()), sent))
     return found
-
-
-def _by_reference(outcome: Simulation | FoldedSimulation, draws: Draws) -> DrawnTimes:
-    return DrawnTimes(outcome.makespan_ns, reference_times_ns(outcome, draws), outcome.messages)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 
@@ -24,27 +24,81 @@ from soap.simulator.compiled.evaluate import confirm, evaluate, take_back
 from soap.simulator.compiled.events import NO_BOUND, STOPPED, keep_order, simulate_all
 from soap.simulator.compiled.fetches import UNCOVERED
 from soap.simulator.compiled.graph_arrays import Ints
+from soap.simulator.compiled.groups import DeviceGroups
 from soap.simulator.compiled.handles import handle
 from soap.simulator.compiled.history import complete, make_history, retrace
+from soap.simulator.compiled.lists import missing_entry
 from soap.simulator.compiled.pass_order import pass_tables, repeated
 from soap.simulator.compiled.played import TakenTasks, held_resources
 from soap.simulator.compiled.rebuild import Held, lower_all
 from soap.simulator.compiled.scratch import FULL, make_scratch
-from soap.simulator.compiled.state import ARENA, SLOTS, State, make_state
+from soap.simulator.compiled.shards import Geometries
+from soap.simulator.compiled.state import ARENA, SLOTS, Groups, ShardTables, State, SyncTemplates, make_state
 from soap.simulator.compiled.task_keys import STATE_FULL
+from soap.simulator.compiled.templates import Templates
 from soap.simulator.compiled.trial import TAKEN, Trial, make_trial
-from soap.simulator.compiled.variants import Variants
+from soap.simulator.compiled.variants import Variants, VariantTables
 from soap.simulator.compiled.waits import Waits, note_waits
 from soap.simulator.compiled.world import World
 from soap.simulator.costs import CostModel
 from soap.simulator.draws import Draws
-from soap.simulator.engine_tables import EngineTables
 from soap.simulator.shared import Shared
 from soap.simulator.tasks import UNNUMBERED, unnumbered
 from soap.strategy.config import NOTHING, OpConfig, Strategy, SyncConfig, check_config, check_parts
 from soap.strategy.marks import mark_of, require_allowed, with_mark
 from soap.strategy.shares import Shares
 from soap.strategy.stages import require_stages
+
+
+class Tables(NamedTuple):
+    """Parts of the world (``compiled.world``)."""
+
+    variants: VariantTables
+    shards: ShardTables
+    groups: Groups
+    templates: SyncTemplates
+
+
+class EngineTables:
+    """The tables of one engine."""
+
+    def __init__(self, shared: Shared, draws: Draws | None) -> None:
+        cuts, topology = shared.cuts, shared.topology
+        self.variants = Variants(cuts, Geometries(shared.graph, topology, cuts.types, shared.costs, shared.training, shared.codes), draws)
+        self._groups = DeviceGroups(shared.communication, shared.cluster_tables)
+        self._templates = Templates(shared.graph, shared.communication, shared.codes, self._groups)
+        self._given = cast(Tables, (None,) * len(Tables._fields))
+        self._known = -1
+
+    def groups(self) -> Groups:
+        """The sets of devices."""
+        return self._groups.arrays()
+
+    def has_new_variants(self) -> bool:
+        """Whether some were made since ``renewed`` was called."""
+        return len(self.variants.made) > self._known
+
+    def renewed(self) -> dict[str, NamedTuple]:
+        """Name -> part of the world, of those that are others than when this was called before."""
+        self._known = len(self.variants.made)
+        tables = self.variants.arrays(), self.variants.geometries.arrays(), self._groups.arrays(), self._templates.arrays()
+        before, self._given = self._given, Tables(*tables)
+        names = [name for name, known, own in zip(Tables._fields, before, self._given, strict=True) if own is not known]
+        return {name: getattr(self._given, name) for name in names}
+
+    def find_missing(self) -> None:
+        """Make what compiled code has not found."""
+        _, shards, groups, templates = self._given
+        if groups.sets.missing[0]:
+            self._groups.add(missing_entry(groups.sets))
+        elif templates.known.missing[0]:
+            self._templates.add(missing_entry(templates.known))
+        elif shards.tied.missing[0]:
+            self.variants.tie(missing_entry(shards.tied))
+        elif shards.price.missing[0]:
+            self.variants.geometries.price(missing_entry(shards.price))
+        elif shards.compressed.missing[0]:
+            self.variants.geometries.compress(missing_entry(shards.compressed))
 
 
 def read_config(held: OpConfig, split: tuple[tuple[int, ...], Shares], devices: Ints, replicas: int, mark: int) -> OpConfig:
@@ -398,7 +452,8 @@ class Engine:
             except LookupError as error:
                 if str(error) != MISSING:
                     raise
-                self._find_missing()
+                self._tables.find_missing()
+                self._renew(**self._tables.renewed())
             except ValueError as error:
                 if str(error) == UNNUMBERED:
                     raise unnumbered() from None
@@ -408,10 +463,6 @@ class Engine:
                     f"{UNCOVERED} of model {self.graph.name!r}; expected its producer's tiles to cover it: this is a defect of that "
                     "operator's rule, please report it"
                 ) from None
-
-    def _find_missing(self) -> None:
-        self._tables.find_missing()
-        self._renew(**self._tables.renewed())
 
     def _make_scratch(self) -> None:
         self._renew(scratch=make_scratch(self._size, self.topology.device_count, len(self.topology.links)))

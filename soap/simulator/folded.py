@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,12 +16,11 @@ from soap.simulator.communication.algorithms import Algorithm
 from soap.simulator.communication.allreduce import allreduce_bytes, link_shares, parted_link_bytes
 from soap.simulator.folding import Folding
 from soap.simulator.memory.curves import MemoryCurve
-from soap.simulator.memory.peaks import overflow_bytes
+from soap.simulator.memory.sizes import overflow_bytes
 from soap.simulator.memory.sweep import expected_peaks, memory_over_time, peaks_by_kind
 from soap.simulator.tasks import Schedule, Task, TaskGraph, TaskKind
 from soap.simulator.throughput import Throughput, throughput
 
-T = TypeVar("T")
 Longs = NDArray[np.int64]
 COMMON, EACH = LEFT, LEFT + 1
 """In place of a copy's number: a task that all copies take part in, together or each by itself."""

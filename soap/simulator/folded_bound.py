@@ -12,10 +12,16 @@ from soap.simulator.folding import Folding
 from soap.simulator.shared import Shared
 
 
+def folded_shared(folding: Folding, costs: CostModel) -> Shared:
+    """What engines of the two copies share."""
+    copies, training = folding.copies.graph, folding.builder.training
+    return Shared(copies, folding.topology, costs, training, folding.communication, folding.between_hosts)
+
+
 def folded_engine(folding: Folding, costs: CostModel, draws: Draws | None = None) -> Engine:
     """An engine, with draws if there are any, for ``folding.copies.strategy``, and for those of foldings that are ``alike``."""
-    shared = Shared(folding.copies.graph, folding.topology, costs, folding.builder.training, folding.communication)
-    return make_engine(shared.graph, shared.topology, costs, draws, shared.training, shared, folding.between_hosts)
+    shared = folded_shared(folding, costs)
+    return make_engine(shared.graph, shared.topology, costs, draws, shared.training, shared)
 
 
 def alike(one: Folding, other: Folding) -> bool:

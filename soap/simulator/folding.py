@@ -38,7 +38,7 @@ same shards, because distinct sets of devices of two copies correspond to distin
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import chain, permutations
 from typing import TypeVar
@@ -59,11 +59,61 @@ from soap.plan.syncs.keeping import serving
 from soap.plan.syncs.represented import Represented
 from soap.plan.syncs.seam import Flow, How, Row, Setting, method_of
 from soap.simulator.chunks import shortest_chunk_ns
+from soap.simulator.communication.algorithms import AllReduceOption
 from soap.simulator.communication.allreduce import allreduce_options, parted_options
-from soap.simulator.communication.options import AllReduceOption
+from soap.simulator.communication.prices import Communication
 from soap.simulator.draws import links_between_hosts
-from soap.simulator.folded_prices import CommonSums, FoldedCommunication
 from soap.strategy.config import Strategy, SyncConfig
+
+
+@dataclass(frozen=True)
+class CommonSums:
+    """Sums over all copies. ``devices``: those of the cluster, ascending. ``options``: of all-reduces, with the cluster's links. ``small``:
+    with the links of the small topology that represent these. ``parted``: the same of collectives of equal parts; none if there are none.
+    """
+
+    devices: tuple[int, ...]
+    options: tuple[AllReduceOption, ...]
+    small: tuple[AllReduceOption, ...]
+    parted: tuple[AllReduceOption, ...] = ()
+
+
+class FoldedCommunication(Communication):
+    """Prices of communication on the small topology. A sum over both copies costs what the sum over all copies does.
+
+    ``common``: devices of the small topology -> the sum over all copies. ``represented``: the devices for which those of the small
+    topology stand.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        common: Mapping[tuple[int, ...], CommonSums],
+        groups: Sequence[tuple[int, ...]],
+        represented: Represented,
+    ) -> None:
+        super().__init__(topology)
+        self.common, self.groups, self.represented = common, groups, represented
+
+    def allreduce_options(self, devices: tuple[int, ...]) -> tuple[AllReduceOption, ...]:
+        """The options for an all-reduce over these devices of the small topology."""
+        common = self.common.get(devices)
+        return super().allreduce_options(devices) if common is None else common.small
+
+    def parted_options(self, devices: tuple[int, ...]) -> tuple[AllReduceOption, ...]:
+        """The options for a collective of equal parts over these devices of the small topology."""
+        common = self.common.get(devices)
+        return super().parted_options(devices) if common is None else common.parted
+
+    def members(self, devices: tuple[int, ...]) -> int:
+        """How many devices of all copies sum where these do."""
+        common = self.common.get(devices)
+        return len(devices if common is None else common.devices)
+
+    def places(self, sharing: tuple[int, ...]) -> Sequence[Sequence[int]]:
+        """For each of the devices that share what they own in parts, the places of those for which it stands among all that do."""
+        return [own.tolist() for own in self.represented.places(sharing)] if sharing in self.common else super().places(sharing)
+
 
 MOST_BUILDERS = 8
 """So many divisions of operators among copies are remembered."""
@@ -87,7 +137,8 @@ class Folding:
     links of the cluster; one column has corresponding links. ``alike``: link of the cluster -> the link of the small topology that
     represents it, -1 if it is never held. ``between_hosts``: by link of the small topology, whether any of those that it represents leads
     from one host to others (``draws.links_between_hosts`` of the whole cluster). ``builder``: of plans of two copies. ``exact``:
-    whether the others do exactly as copy 1: what readers own in parts are equal ones.
+    whether the others do exactly as copy 1: what readers own in parts are equal ones. ``syncs``: by which methods, of those that were asked
+    for, parameters may be kept in step instead, on the same devices and links.
     """
 
     graph: OperatorGraph
@@ -100,6 +151,11 @@ class Folding:
     local: Ints
     alike: Ints
     between_hosts: NDArray[np.bool_]
+    syncs: Collection[SyncConfig] = ()
+
+    def holding(self, strategy: Strategy) -> Folding:
+        """This with another strategy of two copies, which places everything as its own."""
+        return replace(self, copies=replace(self.copies, strategy=strategy))
 
     @property
     def plan(self) -> Plan:
@@ -150,7 +206,7 @@ class CopiesBuilders:
             if same and all(config.placed_like(known.operators[name]) is config for name, config in changed.items()):
                 own = folding.copies.strategy.operators
                 placed = {**own, **{name: config.placed_like(own[name]) for name, config in changed.items()}}
-                return replace(folding, copies=replace(folding.copies, strategy=replace(strategy, operators=placed)))
+                return folding.holding(replace(strategy, operators=placed))
         return None
 
     def builder(self, copies: Copies, before: Topology) -> PlanBuilder:
@@ -170,23 +226,22 @@ def fold(
     training: PlannedTraining = PLAIN,
     *,
     builders: CopiesBuilders | None = None,
+    syncs: Iterable[SyncConfig] = (),
 ) -> Folding | str:
     """The strategy folded over as many copies as possible, perhaps not exactly, or the reason why it cannot be folded, in one line. It must
-    be legal. ``builders``: of the same graph, cluster and training."""
+    be legal. ``builders``: of the same graph, cluster and training. ``syncs``: those of them that its parameters may have, too, are
+    ``Folding.syncs``."""
     for sync in dict.fromkeys(strategy.parameters.values()):
-        if sync.offload:
-            return "optimizer states are offloaded"
-        rows = method_of(sync.contract).template((0, 1), (0, 1), Setting(even=True, exchanges=("all_gather",))).rows
-        if any(row.work or row.rounds for row in rows):
-            return f"synchronization by {sync.word} moves more than sums between copies"
+        if refused := _refused(sync):
+            return refused
     if kept_on_hosts(strategy):
         return "what operators keep is offloaded"
     if topology.ports:
         return "communication costs the devices CPU overhead"
     if topology.cold_penalty != NO_COLD_PENALTY:
         return "devices have a cold penalty after a wait"
-    builders = builders or CopiesBuilders(graph, topology, training)
-    if (known := builders.again(strategy)) is not None:
+    builders, syncs = builders or CopiesBuilders(graph, topology, training), [own for own in syncs if not _refused(own)]
+    if not syncs and (known := builders.again(strategy)) is not None:
         return known
     no_copies: list[str] = []
     unlike_copies: list[str] = []
@@ -195,12 +250,21 @@ def fold(
         try:
             copies = find_copies(graph, strategy, count)
             reasons = unlike_copies
-            found = _Folding(copies, builders).fold()
+            found = _Folding(copies, builders).fold(syncs)
             builders.add(strategy, found)
             return found
         except UnfoldableError as error:
             reasons.append(str(error))
     return next(iter(unlike_copies + no_copies), f"at most {LEFT} devices in use")
+
+
+def _refused(sync: SyncConfig) -> str:
+    """Why parameters that are synchronized so keep a strategy from being folded, in one line; empty if they do not."""
+    if sync.offload:
+        return "optimizer states are offloaded"
+    rows = method_of(sync.contract).template((0, 1), (0, 1), Setting(even=True, exchanges=("all_gather",))).rows
+    moves = any(row.work or row.rounds for row in rows)
+    return f"synchronization by {sync.word} moves more than sums between copies" if moves else ""
 
 
 class _Folding:
@@ -212,7 +276,7 @@ class _Folding:
         self.images, self._represented = copies.images, Represented(copies.images, copies.devices)
         self._between = links_between_hosts(self.topology)
 
-    def fold(self) -> Folding:
+    def fold(self, syncs: Iterable[SyncConfig]) -> Folding:
         self._check_devices()
         local = self._local_links()
         near = set(local[:LEFT].ravel().tolist())
@@ -223,6 +287,11 @@ class _Folding:
         sums = builder.sums(replace(self.copies.strategy, microbatches=1))  # who sums together does not depend on micro-batches
         used = dict.fromkeys((sync, readers) for sync, (_, readers, _) in sums.regions)
         rows = [row for sync, readers in used for row in self._rows(before, sync, readers)]
+        regions, possible = dict.fromkeys(readers for _, readers in used), []
+        for sync in syncs:
+            if (own := self._rows_of_all(before, sync, regions)) is not None:
+                possible.append(sync)
+                rows += own
         parted = {group for row in rows if row.how in (How.GATHER, How.SCATTER) for group in row.groups}
         owned = {cell[:2]: None for sync, cell in sums.regions if sync.contract.owned_in_parts and cell[1] in parted}
         every = dict.fromkeys([readers for _, readers in used] + [*sums.groups] + [group for row in rows for group in row.groups])
@@ -250,7 +319,7 @@ class _Folding:
         np.logical_or.at(between, alike[represented], self._between[represented])
         exact = not any(not box or (box[0][1] - box[0][0]) % len(self._represented.everyone(readers)) for box, readers in owned)
         communication = FoldedCommunication(small, common, tuple(every), self._represented)
-        return Folding(self.graph, self.topology, self.copies, small, builder, exact, communication, local, alike, between)
+        return Folding(self.graph, self.topology, self.copies, small, builder, exact, communication, local, alike, between, possible)
 
     def _check_devices(self) -> None:
         devices = self.topology.devices
@@ -275,6 +344,13 @@ class _Folding:
         if [self._over_all(row) for row in found[0]] != [_among(row.groups, row.rounds) for row in found[1]]:
             raise UnfoldableError(f"{len(self.images)} copies of which some synchronize parameters apart from others")
         return found[0]
+
+    def _rows_of_all(self, before: Topology, sync: SyncConfig, regions: Iterable[Group]) -> list[Row] | None:
+        """``_rows`` by this method, of the readers of all regions; None if that cannot be folded."""
+        try:
+            return [row for readers in regions for row in self._rows(before, sync, readers)]
+        except UnfoldableError:
+            return None
 
     def _over_all(self, row: Row) -> object:
         """``_among`` of the row of all copies to which one of both copies corresponds."""
@@ -341,7 +417,17 @@ class _Folding:
         made = Topology(whole.name, devices, _hosts(whole, hosts), own, measured=whole.measured, described=described)
         if _ways(made) != _ways(whole):
             raise UnfoldableError(f"{len(self.images)} copies without links or devices that change what communication costs")
-        return replace(made, latency_factor=whole.latency_factor, own_samples=whole.own_samples)
+        return replace(made, latency_factor=whole.latency_factor, own_samples=whole.own_samples, limits=self._limits())
+
+    def _limits(self) -> tuple[int, ...]:
+        """For each device the least that those for which it stands may use, and those that are idle; nothing if each may use all it has."""
+        limits, images = np.array(self.topology.memory_limits), self.images
+        if not self.topology.limits:
+            return ()
+        first, others = limits[images[0]].tolist(), limits[images[1:]].min(axis=0).tolist()
+        least = {**dict(zip(images[0].tolist(), first, strict=True)), **dict(zip(images[1].tolist(), others, strict=True))}
+        idle = np.delete(limits, np.unique(images)).tolist()
+        return tuple([min(least[device], *idle) if idle else least[device] for device in self.copies.devices])
 
     def _check_fetches(self, builder: PlanBuilder) -> None:
         folded = self.copies.folded

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 
 from soap.plan.compression.training import PlannedTraining
 from soap.simulator.compiled.machine_code import ENGINE
@@ -14,10 +14,8 @@ from soap.simulator.draws import Draws
 from soap.simulator.engine import Engine
 from soap.simulator.folded import FoldedSimulation
 from soap.simulator.folded_bound import alike, folded_engine
-from soap.simulator.folding import Folding
+from soap.simulator.folding import Folding, fold
 from soap.simulator.memory.memory_sum import MemorySum
-from soap.simulator.memory.peaks import overflow_bytes
-from soap.simulator.memory.sweep import with_allowance
 from soap.simulator.shared import Shared
 from soap.simulator.simulate import CACHED_STRATEGIES, MOST_PLANNED_TILES, REST, Simulation, Simulator, is_large, tile_count
 from soap.strategy.config import OpConfig, Strategy, SyncConfig
@@ -86,19 +84,24 @@ class IncrementalSimulator:
         return found
 
     def overflow_bytes(self, strategy: Strategy) -> int:
-        """Bytes of memory that the devices lack, added up, as ``Simulator.cost`` has them. Of a strategy that is not folded and has more
-        than ``MOST_PLANNED_TILES``, if the sum of all that devices ever hold lacks any, these: exact answers take seconds there."""
+        """Bytes of memory that the devices lack, added up, as ``Simulator.cost`` has them."""
         holder, folding = self._holding(strategy)
-        if folding is None and not self._simulator.is_refused(strategy):
-            if holder.certainly_fits():
-                return 0
-            if tile_count(strategy) > MOST_PLANNED_TILES and (lacking := holder.most_lacking_bytes()):
-                return lacking
+        if not self._simulator.is_refused(strategy) and holder.certainly_fits():
+            return 0
         return self._simulator.overflow_of_played(strategy, holder.engine, folding)
 
-    def fits(self, strategy: Strategy, engine: Engine) -> bool:
-        """Whether a strategy that an engine holds or proposes fits into memory; False, unasked, of more than ``MOST_PLANNED_TILES``."""
-        return tile_count(strategy) <= MOST_PLANNED_TILES and self._simulator.overflow_of_played(strategy, engine) == 0
+    def folding(self, strategy: Strategy, syncs: Iterable[SyncConfig]) -> Folding | None:
+        """As ``Able.folding``."""
+        known, wanted = self._simulator, [*syncs]
+        for further in (wanted, []) if is_large(strategy) else ():
+            found = fold(known.graph, known.topology, strategy, known.training, syncs=further)
+            if not isinstance(found, str):
+                return found
+        return None
+
+    def fits(self, strategy: Strategy, engine: Engine, folding: Folding | None = None) -> bool:
+        """As ``Able.fits``."""
+        return self._simulator.overflow_of_played(strategy, engine, folding) == 0
 
     def peak_share(self, strategy: Strategy) -> float:
         """As ``Simulator.peak_share``."""
@@ -196,10 +199,6 @@ class _Holder:
         if self._judged is None or self._judged[0] is not last:
             self._judged = last, self._memory.verdict() == FITS
         return self._judged[1]
-
-    def most_lacking_bytes(self) -> int:
-        """How much devices lack at most, added up, of that strategy."""
-        return overflow_bytes([*map(with_allowance, self._memory.most_bytes())], self.engine.topology)
 
     def has(self, strategy: Strategy) -> bool:
         """Whether this is the last strategy simulated here."""

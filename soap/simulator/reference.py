@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from soap.cluster.topology import Topology
-from soap.plan.running.forward_order import ExecutionOrder
+from soap.plan.running.order import ExecutionOrder
 from soap.simulator.tasks import Schedule, Task, TaskGraph, TaskKind
 
 

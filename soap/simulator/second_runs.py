@@ -16,10 +16,10 @@ from soap.cluster.host_links import host_link
 from soap.plan.marks.seam import FORWARD as FORWARD_PASS
 from soap.plan.marks.seam import MOMENT_NS, NOTHING, Marked, On, Row, Takes, all_marked
 from soap.plan.plan import Plan, tile_task_name
-from soap.plan.recomputation import find_recomputation
+from soap.plan.recomputation import second_links
 from soap.plan.tiling import Tile
 from soap.simulator.communication.offloading import DOWN, UP, copy_ns, offload_resource
-from soap.simulator.memory.peaks import away_bytes
+from soap.simulator.memory.sizes import away_bytes
 from soap.simulator.task_list import BACKWARD, FORWARD, TaskList
 from soap.simulator.tasks import TaskKind
 
@@ -127,7 +127,7 @@ class SecondRuns:
     def link(self) -> None:
         """Let second runs wait for those whose outputs they read. Call it when all are there."""
         again = self.rows.get("again", {})
-        for tile, makers in find_recomputation(self._plan, self._backward).links.items():
+        for tile, makers in second_links(self._plan, self._backward).items():
             self._list.wait_also(again[tile], (again[maker] for maker in makers))
 
     def _mark(self, tile: int) -> Marked:

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from functools import cached_property
 
+import numpy as np
+from numpy.typing import NDArray
+
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
 from soap.plan.compression.training import PLAIN, PlannedTraining
@@ -17,13 +20,15 @@ from soap.simulator.compiled.graph_arrays import ClusterTables, GraphTables, clu
 from soap.simulator.compiled.syncs.codes import SyncCodes
 from soap.simulator.costs import CostModel
 from soap.simulator.cut_operators import CutOperators
+from soap.simulator.draws import links_between_hosts
 from soap.simulator.memory.variant_memory import VariantMemories
 from soap.strategy.wrapped import USUAL
 
 
 class Shared:
-    """``communication``: prices of the topology, if not the usual ones (``folding``). ``training``: what training adds to compressed
-    parameters. ValueError if it has modules wrapped as another trainer does: engines know groups by size alone."""
+    """``communication``, ``between_hosts``: prices of the topology, and its ``draws.links_between_hosts``, if not the usual ones
+    (``folding``). ``training``: what training adds to compressed parameters. ValueError if it has modules wrapped
+    as another trainer does: engines know groups by size alone."""
 
     def __init__(
         self,
@@ -32,11 +37,13 @@ class Shared:
         costs: CostModel,
         training: PlannedTraining = PLAIN,
         communication: Communication | None = None,
+        between_hosts: NDArray[np.bool_] | None = None,
     ) -> None:
         if training.wrapped != USUAL:
             raise ValueError("engines do not know modules that another trainer wraps; expected Simulator.predict")
         self.graph, self.topology, self.costs, self.training = graph, topology, costs, training
         self.communication = communication or Communication(topology)
+        self.between_hosts = links_between_hosts(topology) if between_hosts is None else between_hosts
         self.cuts = CutOperators(graph, topology, costs)
         self.codes = SyncCodes()
 

@@ -8,7 +8,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,8 +29,8 @@ from soap.simulator.folding import CopiesBuilders, Folding, fold
 from soap.simulator.lowering import PlanBuilder, lower
 from soap.simulator.memory.curves import MemoryCurve
 from soap.simulator.memory.hosts import host_use, lacking_on_hosts
-from soap.simulator.memory.peaks import overflow_bytes
 from soap.simulator.memory.plan_arrays import plan_arrays
+from soap.simulator.memory.sizes import overflow_bytes
 from soap.simulator.memory.sweep import expected_peaks, memory_over_time, peaks_by_kind, swept
 from soap.simulator.reference import simulate
 from soap.simulator.tasks import Schedule, TaskGraph, TaskKind
@@ -42,17 +42,19 @@ if TYPE_CHECKING:
     from soap.simulator.engine import Engine
     from soap.simulator.shared import Shared
 
+Value = TypeVar("Value")
+
 CACHED_STRATEGIES = 4096
 """How many answers of ``Simulator.cost`` are kept; each is two numbers and a key."""
 
 KEPT_FOLDED = 8
+"""How many foldings and folded outcomes a ``Simulator`` keeps."""
 
 REFUSED_BYTES = 2**60
 """Lacking, as searches are told, for a plan by which the training cannot clip: more than any cluster lacks, so it is never taken."""
 
 MOST_PLANNED_TILES = 2**16
-"""Of two copies with more tiles no list of tasks is made. A chain takes a strategy with more only if even the sum of all that devices ever
-hold fits: to make its plan takes many seconds."""
+"""Of two copies with more tiles no list of tasks is made."""
 
 MANY_TILES = 2**14
 """A strategy with this many tiles or more is folded if possible: simulating all of it would take seconds."""
@@ -160,6 +162,27 @@ class Simulation:
         return link_bytes(self.tasks)
 
 
+class Recent(Generic[Value]):
+    """The values of at most ``most`` keys: those that were asked for last."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._values: OrderedDict[Hashable, Value] = OrderedDict()
+
+    def recall(self, key: Hashable) -> Value | None:
+        """The value of a key; None if it is not kept."""
+        found = self._values.get(key)
+        if found is not None:
+            self._values.move_to_end(key)
+        return found
+
+    def keep(self, key: Hashable, value: Value) -> None:
+        """Keep the value of a new key, and forget that of the key which was not asked for longest."""
+        self._values[key] = value
+        if len(self._values) > self._most:
+            self._values.popitem(last=False)
+
+
 class Simulator:
     """Simulates strategies of one graph on one cluster, keeping what consecutive strategies have in common.
 
@@ -182,9 +205,9 @@ class Simulator:
         self.optimizer_states, self.training = optimizer_states, training
         self._parameters = {parameter.name: None for parameter in graph.parameters}
         self._builder = PlanBuilder(graph, topology, training)
-        self._answers: OrderedDict[Hashable, tuple[int, int]] = OrderedDict()
-        self._folded: OrderedDict[Hashable, FoldedSimulation] = OrderedDict()
-        self._foldings: OrderedDict[Hashable, Folding | str] = OrderedDict()
+        self._answers: Recent[tuple[int, int]] = Recent(CACHED_STRATEGIES)
+        self._folded: Recent[FoldedSimulation] = Recent(KEPT_FOLDED)
+        self._foldings: Recent[Folding | str] = Recent(KEPT_FOLDED)
         self._copies_builders = CopiesBuilders(graph, topology, training)
 
     @cached_property
@@ -229,43 +252,33 @@ class Simulator:
         folding, key = self.folding(strategy, nearly=nearly), self.key(strategy)
         if isinstance(folding, str):
             return folding
-        found = self._folded.get(key)
+        found = self._folded.recall(key)
         if found is None:
             tasks = lower(folding.plan, folding.topology, self.costs, folding.communication)
             found = FoldedSimulation(folding, tasks, simulate(tasks), self.optimizer_states)
             if len(tasks.tasks) <= MOST_KEPT_TASKS:
-                self._folded[key] = found
-            if len(self._folded) > KEPT_FOLDED:
-                self._folded.popitem(last=False)
-        else:
-            self._folded.move_to_end(key)
+                self._folded.keep(key, found)
         return found
 
     def folding(self, strategy: Strategy, *, nearly: bool = False) -> Folding | str:
         """A strategy as two of many equal copies, or the reason why it cannot be folded, in one line. Keeps the last answers.
         ``nearly``: copy 1 may own some rows more than others; then times and memory may be above those of all devices, by little."""
         key = self.key(strategy)
-        found = self._foldings.get(key)
+        found = self._foldings.recall(key)
         if found is None:
             strategy.validate(self.graph, self.topology.device_count)
-            found = self._foldings[key] = fold(self.graph, self.topology, strategy, self.training, builders=self._copies_builders)
-            if len(self._foldings) > KEPT_FOLDED:
-                self._foldings.popitem(last=False)
-        else:
-            self._foldings.move_to_end(key)
+            found = fold(self.graph, self.topology, strategy, self.training, builders=self._copies_builders)
+            self._foldings.keep(key, found)
         return found if nearly or isinstance(found, str) or found.exact else "readers own unequal parts of parameters"
 
     def cost(self, strategy: Strategy) -> tuple[int, int]:
         """(makespan in ns, bytes of memory that are lacking): what a search compares. Recent strategies are not simulated again. Of a plan
         by which the training cannot clip, ``REFUSED_BYTES`` are lacking."""
         key = self.key(strategy)
-        answer = self._answers.get(key)
+        answer = self._answers.recall(key)
         if answer is None:
-            answer = self._answers[key] = self._simulate(strategy)
-            if len(self._answers) > CACHED_STRATEGIES:
-                self._answers.popitem(last=False)
-        else:
-            self._answers.move_to_end(key)
+            answer = self._simulate(strategy)
+            self._answers.keep(key, answer)
         return answer
 
     def makespan_ns(self, strategy: Strategy) -> int:

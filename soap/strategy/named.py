@@ -6,15 +6,16 @@ mixtures save memory, for searches and for ``soap.fits``.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import product
 from types import MappingProxyType
 
 from soap.cluster.topology import Topology
-from soap.errors import StrategyError, did_you_mean
+from soap.errors import SoapWarning, StrategyError, did_you_mean
 from soap.model.graph import OperatorGraph
-from soap.strategy.classical import CLASSICAL, NAMED, SYNCHRONIZED, hybrid
+from soap.strategy.classical import CLASSICAL, NAMED, RECOMPUTED, SYNCHRONIZED, hybrid
 from soap.strategy.config import Strategy
 from soap.strategy.consistency import ASYNC, BOUNDED, parse
 from soap.strategy.grids import tensor_parallel_width
@@ -23,7 +24,7 @@ from soap.strategy.offloading import away
 from soap.strategy.ralp import RALP
 from soap.strategy.recomputation import in_micro_batches, recomputed, selectively_recomputed
 from soap.strategy.served import SERVED
-from soap.strategy.sync import offloaded, shares_in_hosts
+from soap.strategy.sync import host_count, offloaded, shares_in_hosts
 from soap.strategy.uneven import by_speed
 
 JOIN, WIDTH, STAGES = "+", ":", "x"
@@ -34,8 +35,6 @@ GROUPED = (MEGATRON, SEQUENCE_PARALLEL)
 SIMULATED = (PIPELINE, RALP)
 """What is found by simulating."""
 RECOMPUTE, SELECTIVE, OFFLOAD, OFFLOAD_KEPT = "recompute", "selective", "offload", "offload_kept"
-KEEPING = (RECOMPUTE, SELECTIVE, OFFLOAD, OFFLOAD_KEPT)
-"""What decides what becomes of states and activations between their uses, and changes nothing else."""
 UNEVEN = "uneven"
 MICRO_BATCHES = "microbatches"
 """With ``WIDTH`` and a number behind it."""
@@ -51,34 +50,19 @@ def _synchronized_as(name: str) -> Added:
     return add
 
 
-def _recomputed(graph: OperatorGraph, topology: Topology, strategy: Strategy) -> Strategy:
-    return recomputed(graph, strategy)
-
-
-def _selective(graph: OperatorGraph, topology: Topology, strategy: Strategy) -> Strategy:
-    return selectively_recomputed(graph, strategy)
-
-
-def _offloaded(graph: OperatorGraph, topology: Topology, strategy: Strategy) -> Strategy:
-    return offloaded(graph, strategy)
-
-
-def _uneven(graph: OperatorGraph, topology: Topology, strategy: Strategy) -> Strategy:
-    return by_speed(graph, topology, strategy)
-
-
-def _keeping_away(graph: OperatorGraph, topology: Topology, strategy: Strategy) -> Strategy:
-    return away(graph, strategy)
+def _anywhere(change: Callable[[OperatorGraph, Strategy], Strategy]) -> Added:
+    """A change that is the same on any cluster."""
+    return lambda graph, topology, strategy: change(graph, strategy)
 
 
 ADDED: Mapping[str, Added] = MappingProxyType(
     {
         **{name: _synchronized_as(name) for name in SYNCHRONIZED},
-        RECOMPUTE: _recomputed,
-        SELECTIVE: _selective,
-        OFFLOAD: _offloaded,
-        OFFLOAD_KEPT: _keeping_away,
-        UNEVEN: _uneven,
+        RECOMPUTE: _anywhere(recomputed),
+        SELECTIVE: _anywhere(selectively_recomputed),
+        OFFLOAD: _anywhere(offloaded),
+        OFFLOAD_KEPT: _anywhere(away),
+        UNEVEN: by_speed,
     }
 )
 """What may be put on top of another strategy, by name; and micro-batches (``MICRO_BATCHES``)."""
@@ -245,3 +229,29 @@ def _widths(name: str, topology: Topology) -> list[str]:
 
 def _is_count(text: str) -> bool:
     return text.isascii() and text.isdigit() and len(text) < 7 and int(text) > 0
+
+
+MEANT = ("single_device", DATA_PARALLEL, *RECOMPUTED, RALP, *SERVED)
+"""What is asked for on one device as well: the first two are the same there. Without servers the last ones are refused."""
+ON_TOP = (*SYNCHRONIZED, UNEVEN)
+"""Of what is put on top of others: all that needs several devices."""
+
+
+def warn_without_effect(name: str, topology: Topology) -> None:
+    """Warn in one line if a strategy of this legal name divides less on this cluster than the name says."""
+    why = without_effect(name, topology)
+    if why:
+        warnings.warn(f"strategy {name!r} on cluster {topology.name!r}: {why}", SoapWarning, stacklevel=3)
+
+
+def without_effect(name: str, topology: Topology) -> str:
+    """What of a strategy has no effect on this cluster, in words; empty if all of it has."""
+    parts = [base_of(name)[0], *name.split(JOIN)[1:]]
+    if len(topology.workers) == 1:
+        idle = [part for place, part in enumerate(parts) if (part in ON_TOP if place else part not in MEANT)]
+        return f"one device has nothing to divide, which is what {' and '.join(map(repr, idle))} would do" if idle else ""
+    if HSDP in parts and not shares_in_hosts(topology):
+        if host_count(topology) == 1:
+            return f"{HSDP!r} is 'fsdp' on one host"
+        return f"{HSDP!r} shares nothing where each host has one device: gradients are summed as under {DATA_PARALLEL!r}"
+    return ""

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from soap.model.batch import MicroBatches
 from soap.model.graph import KEEP_STATE, NEXT_STATE, RECURRENT_KINDS, Operator, OperatorGraph
 from soap.model.json_text import Form
-from soap.model.layers import layers_of
+from soap.model.likeness import layers_of
 
 if TYPE_CHECKING:
     from soap.strategy.config import Strategy

@@ -10,7 +10,7 @@ from soap.errors import StrategyError
 from soap.model.graph import OperatorGraph
 from soap.strategy.compression import Compression
 from soap.strategy.config import Strategy, SyncConfig
-from soap.strategy.sync_contracts import COMPRESSED, MAX_PARTITIONS, Contract, Within, by_word, words
+from soap.strategy.sync_contracts import COMPRESSED, MAX_PARTITIONS, Within, by_word, words
 
 PARTITIONS_PER_SERVER = 4
 """Partitions of a table per server, where the host has CPU cores beside its devices: a few cores then work at once. A default."""
@@ -69,12 +69,8 @@ def worded(word: str, partitions: int = 1, within: Within = "none", *, sparse: b
     assert contract is not None  # every method serves sparse or dense parameters
     if contract.compresses:
         raise StrategyError(f"synchronization {word!r} needs a compression; expected one of {', '.join(words())}")
-    return of_method(contract, partitions, "host" if word == contract.host_word else within)
-
-
-def of_method(contract: Contract, partitions: int = 1, within: Within = "none") -> SyncConfig:
-    """The synchronization by the method of a contract. StrategyError if it does not allow these ``partitions`` or this ``within``."""
-    return SyncConfig(contract.owner, contract.payload, contract.residence, within, partitions)
+    own_within: Within = "host" if word == contract.host_word else within
+    return SyncConfig(contract.owner, contract.payload, contract.residence, own_within, partitions)
 
 
 def fitting(sync: SyncConfig, *, sparse: bool) -> SyncConfig | None:

@@ -36,9 +36,8 @@ from torch.export import ExportedProgram
 
 from soap import zoo
 from soap.errors import ModelError, asked, first_line
-from soap.files import check_archive
+from soap.files import check_archive, check_model_file
 from soap.logs import TRIALS, silenced
-from soap.model.files import check_exists
 from soap.model.graph import OperatorGraph
 from soap.tracing.autocast import ListOf
 from soap.tracing.execute import TracedModel
@@ -507,7 +506,7 @@ def export_zoo(spec: str, *, plan_only: bool) -> tuple[ExportedProgram, str]:
 
 def read_pt2(path: Path) -> tuple[ExportedProgram, ExportRecord]:
     """The exported program in a file and the record of its export, without running any code that the file might hold."""
-    check_exists(path)
+    check_model_file(path)
     try:
         archive, weights = plain_archive(path)
         with warnings.catch_warnings(), quiet_torch(), _weights_only(), _blocks_without_results(), _types_looked_up_once():

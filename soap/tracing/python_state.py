@@ -45,7 +45,7 @@ class Memory:
     def __init__(self, roots: Mapping[str, Any]) -> None:
         self.values: dict[str, Any] = {}
         self.codes: dict[CodeType, None] = {}
-        self._held: list[Callable[[], None]] = []
+        self._held: list[Callable[[], object]] = []
         self._seen: dict[int, Any] = {}
         self._state: set[int] = set()
         self._classes: set[type] = set()
@@ -120,7 +120,7 @@ class Memory:
         elif isinstance(value, torch.Generator):
             made = value.get_state()
             self.values[path] = made
-            self._held.append(partial(_set_state, value, made))
+            self._held.append(partial(value.set_state, made))
         elif numpy is not None and isinstance(value, numpy.ndarray):
             copied = self.values[path] = value.copy() if value.nbytes <= LARGE_BYTES else value
             self._held.append(lambda: None if _is_same(value, copied) else value.__setitem__(..., copied))
@@ -232,10 +232,6 @@ def put(tensor: torch.Tensor, value: torch.Tensor) -> None:
     if not same_bits(tensor, value):
         with torch.no_grad():
             tensor.detach().copy_(value)
-
-
-def _set_state(generator: torch.Generator, state: torch.Tensor) -> None:
-    generator.set_state(state)
 
 
 def _put_attribute(kind: type, name: str, value: Any) -> None:

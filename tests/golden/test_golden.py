@@ -18,22 +18,19 @@ from tests.golden.write import forbidden_change
 
 QUICK = {"dlrm", "gpt", "lm1b"}
 """Models of the quick suite, on 4 devices: matrix chains, tables on servers and as rows."""
-USUAL = {"full-mesh", "ports-several", "waiting-cores"}
+USUAL = ("full-mesh", "ports-several", "waiting-cores")
 """Clusters: GPUs, CPUs with ports, CPUs without."""
 
-LARGE: dict[str, set[str]] = {
-    **{name: set() for name in ("inception_v3", "resnet101", "resnet152", "vgg16", "vgg19")},
-    **{name: {"full-mesh"} for name in ("resnet50", "lstm_ptb", "nmt_gnmt")},
-}
-"""On which clusters `make test` has it; others than the quick ones are on the usual clusters there."""
+LARGE = {"inception_v3", "resnet101", "resnet152", "vgg16", "vgg19"}
+"""Models that `make test` has on no cluster. It has the quick ones on all usual clusters, and each other one on one of them in turn."""
 
 
 def marks(count: int, model: str, cluster: str) -> list[pytest.MarkDecorator]:
     """All of it takes minutes: `make quick` and `make test` have parts."""
-    name, narrow = model.partition(":")[0], "/" in model
-    if count == 4 and cluster in LARGE.get(name, USUAL):
-        return [] if name in QUICK and not narrow and cluster in USUAL else [pytest.mark.slow]
-    return [pytest.mark.long]
+    name, narrow, turn = model.partition(":")[0], "/" in model, figures.models(count).index(model) % len(USUAL)
+    if count != 4 or name in LARGE or cluster not in (USUAL if name in QUICK and not narrow else USUAL[turn : turn + 1]):
+        return [pytest.mark.long]
+    return [] if name in QUICK and not narrow else [pytest.mark.slow]
 
 
 CASES = [

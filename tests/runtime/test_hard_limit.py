@@ -22,7 +22,7 @@ from soap.cli.search import main
 from soap.cluster.memory_budget import with_memory_budget
 from soap.cluster.topology import Topology
 from soap.errors import RuntimeFailure
-from soap.plan.running.forward_order import ExecutionOrder
+from soap.plan.running.order import ExecutionOrder
 from soap.runtime.check import CheckResult, check
 from soap.runtime.comm.launch import launch
 from soap.runtime.comm.world import close_world, open_world

@@ -16,7 +16,7 @@ from soap.profiles.roofline import RooflineCosts
 from soap.runtime.program.program import compile_program
 from soap.runtime.trainer import Trainer
 from soap.simulator.lowering import build_plan, lower
-from soap.simulator.memory.peaks import away_bytes
+from soap.simulator.memory.sizes import away_bytes
 from soap.simulator.tasks import TaskKind
 from soap.strategy.classical import CLASSICAL
 from soap.strategy.config import Strategy

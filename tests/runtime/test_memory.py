@@ -28,7 +28,7 @@ from soap import api
 from soap.cluster.presets import local_topology
 from soap.cluster.topology import Topology
 from soap.model.batch import MicroBatches
-from soap.plan.running.forward_order import ExecutionOrder
+from soap.plan.running.order import ExecutionOrder
 from soap.plan.syncs import large_parts
 from soap.runtime.sync import sharded
 from soap.runtime.sync.shards import keep_memory

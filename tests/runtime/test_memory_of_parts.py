@@ -14,7 +14,7 @@ import soap
 from soap import api
 from soap.cluster.presets import local_topology
 from soap.cluster.topology import Topology
-from soap.plan.running.forward_order import ExecutionOrder
+from soap.plan.running.order import ExecutionOrder
 from soap.runtime.inputs import PartBatch
 from soap.runtime.trainer import Trainer
 from soap.simulator.reference import execution_order

@@ -27,16 +27,16 @@ def filled(size):
     return torch.ones(size * MB, dtype=torch.uint8)
 
 def step(look, see):
-    '''Holds 240 MB at most, in pieces that do not fit into each other's holes.'''
+    '''Holds 120 MB at most, in pieces that do not fit into each other's holes.'''
     kept = []
-    for _ in range(20):
+    for _ in range(10):
         look()
         kept.append(filled(12))
     see()
     kept = kept[::2]
     for size in (13, 14, 15):
         later = []
-        for _ in range(120 // size):
+        for _ in range(60 // size):
             look()
             later.append(filled(size))
         see()
@@ -54,13 +54,13 @@ def run(begin, look):
 def nothing():
     pass
 
-filled(400)
+filled(200)
 malloc.keep_freed_memory()
 malloc.give_back()
 found = {"all kept": run(nothing, nothing)}
 malloc.give_back()
 found["all given back"] = run(malloc.give_back, malloc.give_back)
-for name, limit in (("within", 300), ("above", 200)):
+for name, limit in (("within", 150), ("above", 100)):
     room = MemoryRoom(limit * MB)
     found[name] = run(lambda: room.begin("step"), room.look)
 print(json.dumps(found))
@@ -74,10 +74,10 @@ def test_what_is_freed_is_kept_within_the_limit() -> None:
     assert done.returncode == 0, done.stderr
     found: dict[str, tuple[float, float]] = json.loads(done.stdout)
     (all_kept, _), (least, faults) = found["all kept"], found["all given back"]
-    assert all_kept > 300 > 250 > least, found
+    assert all_kept > 150 > 125 > least, found
     for name in ("within", "above"):
         most, own_faults = found[name]
-        assert most <= 300 and own_faults < 0.9 * faults, found
+        assert most <= 150 and own_faults < 0.9 * faults, found
 
 
 class Process:

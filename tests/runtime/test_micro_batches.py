@@ -93,7 +93,8 @@ def test_a_contrastive_loss_is_a_barrier(four: Pool, tmp_path: Path) -> None:
 PAIRS = [(model, count) for model in ("alexnet", "rnnlm", "gpt", "dlrm", "lm1b", "nmt") for count in (2, 4, 7)]
 
 
-@pytest.mark.parametrize("pair", often(PAIRS, [("gpt", 4)], pytest.mark.slow))
+@pytest.mark.long  # `test_pipelines` and `test_mixtures` have gpt in micro-batches
+@pytest.mark.parametrize("pair", PAIRS)
 def test_zoo_models(four: Pool, pair: tuple[str, int]) -> None:
     model, count = pair
     graph = traced(f"zoo:{model}:tiny", "float64").graph

@@ -3,6 +3,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import NoReturn
 
 import pytest
 from hypothesis import given
@@ -10,8 +11,8 @@ from hypothesis import strategies as st
 
 from soap.cluster.topology import Topology
 from soap.errors import RuntimeFailure
-from soap.model.graph import OperatorGraph
-from soap.plan.running.forward_order import ExecutionOrder
+from soap.model.graph import Footprint, OperatorGraph
+from soap.plan.running.order import ExecutionOrder
 from soap.plan.syncs.bucketing import sums_of_one
 from soap.runtime.program.actions import LAST_ONLY, ActionKind, part_of
 from soap.runtime.program.program import Program, compile_program
@@ -37,6 +38,20 @@ def test_data_parallel_is_one_segment_per_rank_and_one_bucket() -> None:
     (bucket,) = program.plan.syncs
     assert bucket.readers == (0, 1, 2)
     assert sorted(bucket.shards) == list(range(6))
+
+
+class Unasked(dict[str, tuple[Footprint, ...]]):
+    """Footprints that nobody may ask for: to find them operators would have to run."""
+
+    def get(self, *_: object) -> NoReturn:
+        raise AssertionError
+
+    __getitem__ = __contains__ = __iter__ = get  # type: ignore[assignment]
+
+
+def test_a_program_is_made_without_footprints() -> None:
+    graph = replace(mlp(), footprints=Unasked())
+    assert len(compile_program(plan_of(graph, split((0, 1, 2), b=3))).segments) == 3
 
 
 def test_segment_begins_at_the_first_consumer_of_what_arrives() -> None:

@@ -11,24 +11,28 @@ from hypothesis import strategies as st
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
 from soap.plan.plan import Plan
-from soap.plan.recomputation import find_recomputation
-from soap.plan.running.activity import PlanIndex, answered_from_afar, find_activity
-from soap.plan.running.epilogue import LossEpilogue, no_epilogue, usable_epilogue
-from soap.plan.running.forward_order import (
-    ExecutionOrder,
-    epilogue_last,
-    forward_order,
-    model_order_if_nothing_travels,
-    places_of,
-    sources_late,
-)
-from soap.plan.running.segments import cut_segments
+from soap.plan.running.activity import PlanIndex
+from soap.plan.running.epilogue import LossEpilogue, no_epilogue
+from soap.plan.running.order import ExecutionOrder, places_of
 from soap.runtime.program.actions import ActionKind, forward_entries, in_order
 from soap.runtime.program.program import everyone_knows, set_apart, sum_together
+from soap.runtime.program.run_order import run_order
 from soap.simulator.lowering import build_plan
 from soap.strategy.config import Strategy
 from tests.graph_builder import mlp
 from tests.runtime.plans import plan_of, random_order, split
+from tests.simulator.reference_memory import running
+from tests.simulator.reference_memory.running import (
+    answered_from_afar,
+    cut_segments,
+    epilogue_last,
+    find_activity,
+    find_recomputation,
+    forward_order,
+    model_order_if_nothing_travels,
+    sources_late,
+    usable_epilogue,
+)
 from tests.strategies import cases
 
 Case = tuple[OperatorGraph, Topology, Strategy]
@@ -44,6 +48,17 @@ def ending(plan: Plan) -> LossEpilogue:
 def made(case: Case) -> Plan:
     graph, topology, strategy = case
     return build_plan(graph, strategy, topology)
+
+
+@given(cases(), st.randoms(use_true_random=False), st.booleans(), st.booleans())
+def test_the_order_of_arrays_is_that_of_the_rules(case: Case, rng: random.Random, known: bool, single_tiles: bool) -> None:
+    plan = made(case)
+    backward = [tile for tile in random_order(plan, rng) if rng.random() < 0.9] if known else []
+    order = ExecutionOrder(tuple(random_order(plan, rng)), tuple(backward))
+    found, expected = run_order(plan, order, single_tiles=single_tiles), running.run_order(plan, order, single_tiles=single_tiles)
+    for name in ("epilogue", "order", "activity", "segments", "segment_of", "turns"):
+        assert getattr(found, name) == getattr(expected, name), name
+    assert found.recomputed == expected.recomputation.tiles and list(found.second_turns) == list(expected.second_turns)
 
 
 @given(cases(), st.randoms(use_true_random=False))

@@ -16,7 +16,7 @@ from soap.plan.own_part import Places, PlanParts
 from soap.plan.plan import remote_parts
 from soap.plan.planning import build_plan
 from soap.plan.running.activity import ValueKey
-from soap.plan.running.forward_order import ExecutionOrder
+from soap.plan.running.order import ExecutionOrder
 from soap.runtime.comm.handing_out import packed, unpacked
 from soap.runtime.comm.redistribute import needed_by
 from soap.runtime.planned import RankPrograms

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 
 import pytest
 from hypothesis import given
@@ -10,7 +11,7 @@ from soap.errors import ScheduleError, StrategyError
 from soap.schedules.checking import check
 from soap.schedules.dependencies import Barrier
 from soap.schedules.named import parse
-from soap.schedules.table import Table
+from soap.schedules.table import KINDS, Table
 from tests.extent import MANY
 from tests.schedules.tables import barriers_of, can_be_executed, changed_tables, tables
 
@@ -71,10 +72,10 @@ def test_the_order_puts_every_action_behind_what_it_waits_for(table: Table) -> N
     [
         ("stage 0 0F0 0F0 0B0", "0F0 is done twice, at stage 0, position 0 and at stage 0, position 1; expected once", ">0F0<"),
         ("stage 0 0F0 0B0\nstage 1 1F0 0F1", "0F1 is at stage 1, position 1, but chunk 0 is on stage 0; expected one stage", ">0F1<"),
-        ("stage 0 0F0 0B0 0W0", "chunk 0 has both B and W of micro-batch 0; expected B alone, or I and W (stage 0, position 2)", ">0W0<"),
+        ("stage 0 0F0 0B0 0W0", "0 has both B and W of micro-batch 0; expected F and B, or F and I and W (stage 0, position 2)", ">0W0<"),
         ("stage 0 0F0 0W0 0I0", "stage 0, position 1 has 0W0 before 0I0; expected it behind 0I0", ">0W0<"),
         ("stage 0 0B0 0F0", "stage 0, position 0 has 0B0 before 0F0; expected it behind 0F0", ">0B0<"),
-        ("stage 0 0F0 0B0 0F1", "0B1 is missing on stage 0; expected F and B (or I and W) of 1 chunks and 2 micro-batches", "0F1"),
+        ("stage 0 0F0 0B0 0F1", "0B1 is missing on stage 0; expected F and B, or F and I and W, of 1 chunks and 2 micro-batches", "0F1"),
         ("stage 0 0F0 0I0", "0W0 is missing on stage 0", "0I0"),
         ("stage 0 0F0 0W0", "0I0 is missing on stage 0", "0W0"),
         ("stage 0 0B0", "0F0 is missing on stage 0", "0B0"),
@@ -84,6 +85,12 @@ def test_the_order_puts_every_action_behind_what_it_waits_for(table: Table) -> N
 def test_says_what_is_wrong_and_where(text: str, said: str, marked: str) -> None:
     error = refusal(text)
     assert said in str(error) and marked in error.grid
+
+
+def test_messages_name_all_actions_that_there_are() -> None:
+    for text in ("stage 0 0F0 0B0 0W0", "stage 0 0F0"):
+        expected = str(refusal(text)).partition("expected ")[2]
+        assert set(KINDS) <= set(re.findall(r"\b[A-Z]\b", expected))
 
 
 def test_names_the_circle_in_which_stages_wait() -> None:

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from soap.errors import ScheduleError
 from soap.schedules.dependencies import Barrier
-from soap.schedules.in_flight import in_flight
 from soap.schedules.named import parse
-from soap.schedules.play import Durations, Played, equal, least_ns, play
+from soap.schedules.play import Durations, Played, equal, in_flight, least_ns, play
 from soap.schedules.table import KINDS, Action, Table
 from tests.extent import MANY
 from tests.schedules.tables import barriers_of, can_be_executed, tables

@@ -10,9 +10,9 @@ from soap.errors import ScheduleError
 from soap.schedules.checking import check
 from soap.schedules.contract import Shape
 from soap.schedules.dependencies import Barrier
-from soap.schedules.in_flight import awaiting_weights, in_flight, peaks
 from soap.schedules.interleaved import round_sizes
 from soap.schedules.named import SCHEDULES, NamedSchedule, form, forms, parse
+from soap.schedules.play import awaiting_weights, in_flight, peaks
 from soap.schedules.table import SHARES, WORK, Action, Table
 from tests.extent import MANY, so_many
 from tests.schedules.tables import NAMED, can_be_executed, tables

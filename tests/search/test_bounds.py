@@ -13,9 +13,9 @@ from soap.cluster.topology import Device, DeviceType, Topology
 from soap.model.graph import DimMap, Factor
 from soap.plan.tiling import tiles_of
 from soap.profiles.roofline import RooflineCosts
-from soap.search.durations import TileDurations
 from soap.search.oracles.bounds import always_covered, always_touched, certain_gradients, lower_bound
 from soap.search.space import build_space
+from soap.simulator.cut_operators import CutOperators
 from soap.simulator.simulate import Simulator
 from soap.simulator.tasks import TaskKind
 from soap.strategy.classical import data_parallel
@@ -118,14 +118,14 @@ def test_slower_devices_count_by_their_speed() -> None:
 def test_durations_are_those_of_the_cost_model(make) -> None:  # type: ignore[no-untyped-def]
     graph, topology = make(), mixed(cluster([2]))
     costs = RooflineCosts(topology)
-    durations = TileDurations(graph, topology, costs)
+    cuts = CutOperators(graph, topology, costs)
     for position, op in enumerate(graph.operators):
         degrees = tuple(min(2, factor.size) if i < 2 else 1 for i, factor in enumerate(op.factors)) if op.partitionable else (1,) * 0
         config = OpConfig(degrees, (0,) * int(np.prod(degrees)))
         for device in topology.devices:
             tiles = tiles_of(graph, position, config)
             expected = [[f(graph, tile, device.type) for tile in tiles] for f in (costs.forward_ns, costs.backward_ns)]
-            assert durations(position, degrees)[durations.type_of[device.index]].tolist() == expected
+            assert cuts.durations(position, degrees)[cuts.type_of[device.index]].tolist() == expected
 
 
 @pytest.mark.long

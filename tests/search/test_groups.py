@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from soap.search.groups import repeated_groups
+from soap.model.likeness import repeated_groups
 from tests.graph_builder import GraphBuilder, transformer
 from tests.search.toys import layers
 

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.parallax import tune
 from soap.errors import SoapError
-from soap.search.partition_tuning import MOST_SAMPLES, Curve, Sample, Tuning, choose, fit, next_partitions, settled_ns, tune
+from soap.search.partition_tuning import MOST_SAMPLES, Curve, Sample, Tuning, choose, fit, next_partitions, settled_ns
 
 curves = st.builds(Curve, st.floats(1e6, 1e9), st.floats(0, 1e10), st.floats(0, 1e7))
 hosts = st.integers(1, 64)

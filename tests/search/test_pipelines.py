@@ -12,8 +12,8 @@ from soap.cluster.topology import DeviceType, Topology
 from soap.model.batch import MicroBatches
 from soap.model.graph import OperatorGraph
 from soap.profiles.roofline import RooflineCosts
-from soap.schedules.in_flight import in_flight
 from soap.schedules.named import parse
+from soap.schedules.play import in_flight
 from soap.search.pipelines import pipelines
 from soap.search.pipelining import pipelined
 from soap.search.stage_costs import StageCosts, StagePrices

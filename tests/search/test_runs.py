@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from soap.model.graph import OperatorGraph
-from soap.plan.recomputation import dropped_holdings, find_recomputation
+from soap.plan.recomputation import dropped_holdings
 from soap.profiles.roofline import RooflineCosts
 from soap.simulator.lowering import build_plan
 from soap.simulator.simulate import Simulator
@@ -18,6 +18,7 @@ from soap.strategy.classical import data_parallel
 from soap.strategy.named import named
 from soap.strategy.recomputation import LIGHT, RECOMPUTED, STAYS, _ends_of_runs, recomputed, run_levels, runs_of
 from tests.graph_builder import GraphBuilder, mlp, transformer
+from tests.simulator.reference_memory.running import find_recomputation
 from tests.strategies import CPU, cluster
 
 TOPOLOGY = cluster([1, 1], CPU)
@@ -44,7 +45,7 @@ def test_a_repeated_layer_is_one_run_and_what_goes_on_behind_it_is_all_that_is_k
         assert sum(not own.isdisjoint(run) for run in runs_of(graph)) == sum(own <= {*run} for run in runs_of(graph)) == 1
     plan = build_plan(graph, recomputed(graph, data_parallel(graph, TOPOLOGY)), TOPOLOGY)
     active = {tile for tile, own in enumerate(plan.tiles) if graph.needs_backward(plan.operator(own))}
-    dropped = dropped_holdings(plan, find_recomputation(plan, active), active)
+    dropped = dropped_holdings(plan, find_recomputation(plan, active).tiles, active)
     kept = {graph.operators[plan.tiles[own.tile].operator].name for place, own in enumerate(plan.holdings) if place not in dropped}
     assert kept.isdisjoint(set().union(*inside)) and {f"{i}.add2" for i in range(3)} <= kept
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from soap.schedules.in_flight import in_flight
 from soap.schedules.named import parse
+from soap.schedules.play import in_flight
 from soap.search.stages import Chain, Partition, partition
 from tests.extent import MANY
 

@@ -70,7 +70,7 @@ def test_a_cluster_of_little_memory_is_respected() -> None:
     devices = [replace(d, type=replace(d.type, memory_bytes=int(0.4 * whole))) for d in simulator.topology.devices]
     narrow = api.simulator_for(simulator.graph, replace(simulator.topology, devices=tuple(devices)))
     evaluator = IncrementalSimulator(narrow)
-    found = search(narrow.graph, narrow.topology, evaluator, SearchOptions(budget=1500, seed=0), polish_up_to=0)
+    found = search(narrow.graph, narrow.topology, evaluator, SearchOptions(budget=300, seed=0), polish_up_to=0)
     assert narrow.overflow_bytes(found.strategy) == 0
     assert any(row.accepted for row in found.rows if row.phase == "chain")
 

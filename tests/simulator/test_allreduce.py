@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from soap.cluster.topology import Topology
 from soap.simulator.communication import loads
-from soap.simulator.communication.algorithms import Algorithm, double_tree, steps
-from soap.simulator.communication.allreduce import allreduce_bytes, allreduce_options, available, link_bytes
-from soap.simulator.communication.options import AllReduceOption, fastest, undominated
-from soap.simulator.communication.ring_orders import ring_orders
+from soap.simulator.communication.algorithms import Algorithm, AllReduceOption, double_tree, fastest, steps, undominated
+from soap.simulator.communication.allreduce import allreduce_bytes, allreduce_options, link_bytes
+from soap.simulator.communication.nccl import nccl_algorithms
+from soap.simulator.communication.ring_orders import is_gloo, ring_orders
 from tests.simulator.examples import pairwise_cluster
 from tests.strategies import CPU, cluster, topologies, with_rails
 
@@ -145,7 +145,7 @@ def crossing(one: AllReduceOption, other: AllReduceOption) -> float | None:
 def test_processors_have_the_ring_alone() -> None:
     slow = cluster([2, 2], kind=CPU, latency_seconds=1e-3)
     assert [found.algorithm for found in allreduce_options(slow, range(4))] == [Algorithm.RING]
-    assert available(cluster([4]), range(4)) == (Algorithm.RING, Algorithm.TREE)
+    assert nccl_algorithms(cluster([4]), range(4)) == (Algorithm.RING, Algorithm.TREE)
 
 
 def test_bytes_on_links() -> None:
@@ -161,7 +161,8 @@ def test_bytes_on_links() -> None:
 def test_what_holds_on_every_topology(topology: Topology, size: int) -> None:
     devices = range(topology.device_count)
     options = allreduce_options(topology, devices)
-    assert {found.algorithm for found in options} <= set(available(topology, devices))
+    available = [Algorithm.RING] if is_gloo(topology, devices) else nccl_algorithms(topology, devices)
+    assert {found.algorithm for found in options} <= {*available}
     chosen = fastest(options, size)
     assert chosen.duration_ns(size) == min(found.duration_ns(size) for found in options)
     assert all(found.duration_ns(size) > chosen.duration_ns(size) for found in options[: options.index(chosen)])

@@ -14,7 +14,6 @@ from soap.plan.planning import PlanBuilder
 from soap.plan.syncs.clipping import NORM_BYTES, NORM_NAME, refusal, sums_norm
 from soap.plan.syncs.seam import PULL, SERVE
 from soap.profiles.roofline import RooflineCosts
-from soap.simulator import incremental
 from soap.simulator.analysis.attribution import task_shares
 from soap.simulator.communication.prices import Communication
 from soap.simulator.compiled.syncs.clipping import can_clip
@@ -149,10 +148,7 @@ def test_compiled_code_has_the_same_rule(seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("most_tiles", [incremental.MOST_PLANNED_TILES, 0])
-def test_searches_are_told_that_a_refused_plan_fits_nowhere(most_tiles: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even if it has so many tiles that the sum tells what lacks."""
-    monkeypatch.setattr(incremental, "MOST_PLANNED_TILES", most_tiles)
+def test_searches_are_told_that_a_refused_plan_fits_nowhere() -> None:
     graph = mlp()
     usual = data_parallel(graph, FOUR)
     allowed = usual.with_changes(parameters={LARGE: compressed(Rgc(0.01))})

@@ -13,8 +13,8 @@ from soap.cluster.overheads import CpuOverhead, Port, Share
 from soap.cluster.topology import Topology
 from soap.plan.collectives import exchange_seconds, tree_rounds
 from soap.simulator.communication import prices
+from soap.simulator.communication.algorithms import fastest
 from soap.simulator.communication.allreduce import allreduce_options
-from soap.simulator.communication.options import fastest
 from soap.simulator.communication.prices import Communication
 from soap.simulator.costs import nanoseconds
 from soap.simulator.task_list import TaskList

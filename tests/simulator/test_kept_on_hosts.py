@@ -17,7 +17,7 @@ from soap.plan.plan import tile_task_name
 from soap.simulator.folding import fold
 from soap.simulator.lowering import build_plan, lower
 from soap.simulator.memory.hosts import host_use
-from soap.simulator.memory.peaks import away_bytes
+from soap.simulator.memory.sizes import away_bytes
 from soap.simulator.memory.sweep import memory_over_time
 from soap.simulator.reference import simulate
 from soap.simulator.tasks import TaskGraph, TaskKind

@@ -16,7 +16,7 @@ from soap.plan.plan import Plan
 from soap.plan.samples import given_bytes
 from soap.plan.tiling import iteration_points
 from soap.simulator.lowering import build_plan, lower
-from soap.simulator.memory import peaks
+from soap.simulator.memory import sizes
 from soap.simulator.reference import execution_order, simulate
 from soap.strategy.config import Strategy
 from soap.strategy.sync import parameter_server
@@ -79,7 +79,7 @@ def test_devices_that_are_given_their_own_samples_hold_no_others() -> None:
     idle, all_of_it = peak_bytes(build_plan(graph, batch_split(graph, [1]), topology))
     assert (idle, all_of_it) == (0, peak_bytes(build_plan(graph, batch_split(graph, [1]), TWO))[1])
     columns = strategy(l1=on(0, 1, degrees=(1, 2, 1)), loss=on(0, degrees=(1,)))
-    assert peaks.batch_bytes(build_plan(graph, columns, topology)) == [64, 64]  # each reads a part of every sample
+    assert sizes.batch_bytes(build_plan(graph, columns, topology)) == [64, 64]  # each reads a part of every sample
 
 
 def test_inputs_of_no_sample_and_those_that_name_rows_are_given_whole() -> None:

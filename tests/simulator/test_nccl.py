@@ -11,9 +11,9 @@ from soap.cluster.overheads import CollectiveLatencyFactor
 from soap.cluster.presets import preset
 from soap.cluster.topology import Topology
 from soap.plan.collectives import exchange_seconds
-from soap.simulator.communication.algorithms import Algorithm
-from soap.simulator.communication.allreduce import allreduce_options, available, link_bytes
-from soap.simulator.communication.options import AllReduceOption, fastest
+from soap.simulator.communication.algorithms import Algorithm, AllReduceOption, fastest
+from soap.simulator.communication.allreduce import allreduce_options, link_bytes
+from soap.simulator.communication.nccl import nccl_algorithms
 from soap.simulator.communication.prices import Communication
 from soap.simulator.communication.ring_orders import ring_orders
 from tests.strategies import CPU, GPU, cluster
@@ -109,13 +109,13 @@ def test_a_mesh_of_a_part_of_the_host() -> None:
 
 
 def test_switches_add_where_they_can_and_links_are_named() -> None:
-    assert available(preset("h100-8"), range(8)) == (Algorithm.RING, Algorithm.TREE, Algorithm.NVLS)
-    assert available(preset("h100-2x8"), range(16))[-1] is Algorithm.NVLS_TREE
+    assert nccl_algorithms(preset("h100-8"), range(8)) == (Algorithm.RING, Algorithm.TREE, Algorithm.NVLS)
+    assert nccl_algorithms(preset("h100-2x8"), range(16))[-1] is Algorithm.NVLS_TREE
     for name, devices in (("a100-80gb-8", range(8)), ("mi300x-8", range(8)), ("h100-2x8", [0, 8]), ("h100-2x8", [0, 1, 8])):
-        assert available(preset(name), devices) == (Algorithm.RING, Algorithm.TREE)
+        assert nccl_algorithms(preset(name), devices) == (Algorithm.RING, Algorithm.TREE)
     plain = preset("h100-8")
     plain = replace(plain, links=tuple(replace(link, interconnect="") for link in plain.links))
-    assert available(plain, range(8)) == (Algorithm.RING, Algorithm.TREE)
+    assert nccl_algorithms(plain, range(8)) == (Algorithm.RING, Algorithm.TREE)
     assert bus_bandwidth(plain, 2**34) == pytest.approx(450, rel=0.01)  # what messages reach, as stated
 
 

@@ -10,7 +10,6 @@ from hypothesis import given
 from soap.cluster.topology import Topology
 from soap.errors import StrategyError
 from soap.model.graph import OperatorGraph
-from soap.plan.recomputation import find_recomputation
 from soap.simulator.lowering import build_plan, lower
 from soap.simulator.memory.sweep import memory_over_time
 from soap.simulator.reference import execution_order, simulate
@@ -31,6 +30,7 @@ from tests.simulator.examples import (
     strategy,
     units,
 )
+from tests.simulator.reference_memory.running import find_recomputation
 from tests.strategies import cases
 
 TWO = pairwise_cluster(1, 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from soap.cluster.overheads import ColdPenalty, Port
-from soap.plan.running.forward_order import ExecutionOrder
+from soap.plan.running.order import ExecutionOrder
 from soap.simulator.communication.prices import Communication
 from soap.simulator.lowering import build_plan, lower
 from soap.simulator.reference import execution_order, simulate

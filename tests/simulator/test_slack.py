@@ -12,7 +12,7 @@ from soap.cluster.overheads import Port
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
 from soap.profiles.roofline import RooflineCosts
-from soap.simulator.analysis.slack import service_order, slack_ns
+from soap.simulator.analysis.timeline import service_order, slack_ns
 from soap.simulator.lowering import build_plan, lower
 from soap.simulator.reference import simulate
 from soap.simulator.tasks import Schedule, Task, TaskGraph, TaskKind

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from soap.model.graph import Footprint, Operator, OperatorGraph
 from soap.plan.tiling import Tile, tiles_of, windows
 from soap.simulator.memory.footprint import kept_share, shares_of
-from soap.simulator.memory.peaks import padded_bytes
+from soap.simulator.memory.sizes import padded_bytes
 from soap.strategy.config import OpConfig
 from soap.tracing.calls import TileContext
 from soap.tracing.execute import TracedModel

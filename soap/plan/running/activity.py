@@ -70,41 +70,6 @@ class Activity:
     seeds: set[int] = field(default_factory=set)
 
 
-def find_activity(plan: Plan, index: PlanIndex, seeds: Iterable[str]) -> Activity:
-    """Follow gradients backward from replica 0 of the tensors ``seeds``: the loss, or the numbers that enter the loss epilogue."""
-    graph, found = plan.graph, Activity()
-    first = {graph.producers[name][0] for name in seeds if name in graph.producers and graph.tensors[name].requires_grad}
-    found.seeds = {i for i, tile in enumerate(plan.tiles) if tile.operator in first and tile.replica == 0}
-    consumed: list[set[int]] = [set() for _ in plan.tiles]
-    for number, fetch in enumerate(plan.fetches):
-        for tile, _ in fetch.consumers:
-            consumed[tile].add(number)
-    for tile in range(len(plan.tiles) - 1, -1, -1):  # operators are in topological order, and so are their tiles
-        if not _reached(tile, plan, index, found):
-            continue
-        found.tiles.add(tile)
-        for number in consumed[tile]:
-            if graph.tensors[plan.fetches[number].tensor].requires_grad:
-                found.fetches.add(number)
-                found.holdings.update(piece.holding for piece in plan.fetches[number].pieces)
-    for (reduction, _), holding in index.reduced.items():
-        if holding in found.holdings:
-            found.reductions.add(reduction)
-    return found
-
-
-def _reached(tile: int, plan: Plan, index: PlanIndex, found: Activity) -> bool:
-    if tile in found.seeds or any(holding in found.holdings for _, holding in index.direct.get(tile, ())):
-        return True
-    for output in range(len(plan.operator(plan.tiles[tile]).outputs)):
-        reduction = index.partial.get((tile, output))
-        if reduction is not None and any(
-            index.reduced.get((reduction, device)) in found.holdings for device in plan.reductions[reduction].devices
-        ):
-            return True
-    return False
-
-
 def count_second_readers(plan: Plan, index: PlanIndex, rank: int, tiles: Collection[int]) -> dict[ValueKey, int]:
     """How often second runs of these tiles read each of a rank's holdings and fetches, counted as ``count_readers`` does."""
     counts: dict[ValueKey, int] = {}
@@ -148,16 +113,3 @@ def count_readers(plan: Plan, index: PlanIndex, rank: int) -> dict[ValueKey, int
     for carrier in index.moves.values():
         add("holding", (holding for source, _, _, holding in remote_parts(plan, carrier.parts) if source == rank))
     return counts
-
-
-def answered_from_afar(plan: Plan, fetches: Iterable[int], reductions: Iterable[int]) -> set[int]:
-    """Tiles whose outputs, or partial results, get gradients from other devices. ``fetches``, ``reductions``: those with a gradient."""
-    found: set[int] = set()
-    for number in fetches:
-        fetch = plan.fetches[number]
-        holdings = [plan.holdings[piece.holding] for piece in fetch.pieces]
-        found.update(held.tile for held in holdings if held.device != fetch.device and held.reduction is None)
-    for number in reductions:
-        if len(plan.reductions[number].devices) > 1:
-            found.update(plan.reductions[number].tiles)
-    return found

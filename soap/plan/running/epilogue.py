@@ -32,14 +32,6 @@ def epilogue_of(graph: OperatorGraph) -> LossEpilogue:
     return LossEpilogue(graph.epilogue, graph.loss_terms) if graph.loss_terms else no_epilogue(graph)
 
 
-def usable_epilogue(plan: Plan, epilogue: LossEpilogue) -> LossEpilogue:
-    """The epilogue, or an empty one if it stays where it is: on a single device, which waits for nobody, or if a message mixes its tensors
-    with others. With micro-batches the backward pass begins at the loss's terms even so."""
-    closing = closing_tensors(plan, epilogue)
-    mixes = any(len({plan.fetches[fetch].tensor in closing for fetch, _ in message.parts}) > 1 for message in plan.messages)
-    return kept_epilogue(plan, epilogue, mixes=mixes)
-
-
 def kept_epilogue(plan: Plan, epilogue: LossEpilogue, *, mixes: bool) -> LossEpilogue:
     """``usable_epilogue``. ``mixes``: whether a message mixes its tensors with others."""
     if plan.order is not None:

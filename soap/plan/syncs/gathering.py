@@ -23,7 +23,7 @@ from soap.plan.plan import Plan, ShardSync
 from soap.plan.recomputation import needed_from
 
 UNDER_WAY = 2
-"""At most so many scatters of such gradients are under way at a time; then what has come is added up, and gone."""
+"""At most so many scatters of gradients of gathered values are under way at a time; then what has come is added up, and gone."""
 
 Item = tuple[int, bool]
 """A gather: (position in ``Plan.syncs``, whether for the backward pass)."""

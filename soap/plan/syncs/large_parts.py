@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from soap.plan.delivery import box_bytes
 from soap.plan.plan import Plan, ReadRegion, ShardSync
-from soap.plan.syncs.bucketing import gradient_bytes, shard_bytes
+from soap.plan.syncs.bucketing import shard_bytes
 from soap.plan.syncs.even_parts import is_even
 from soap.plan.syncs.sharing import owned_bytes
 
@@ -26,11 +26,6 @@ def large_regions(plan: Plan, sync: ShardSync) -> tuple[int, ...]:
 def large_bytes(plan: Plan, sync: ShardSync) -> int:
     """Bytes of all large regions."""
     return sum(box_bytes(plan, sync.regions[place].parameter, sync.regions[place].box) for place in large_regions(plan, sync))
-
-
-def packed_bytes(plan: Plan, sync: ShardSync) -> int:
-    """Bytes of a reader's buffer of gradients that are collected to travel together, of messages between all pairs of readers."""
-    return gradient_bytes(plan, sync) - large_bytes(plan, sync)
 
 
 def packed_of_owners(plan: Plan, sync: ShardSync) -> dict[int, int]:

@@ -169,9 +169,8 @@ class SyncStep:
     """One communication: an all-reduce of ``summed_bytes`` over the devices ``among``, or ``rounds`` of flows, one after the other, or a
     ``collective`` of equal parts. Or ``works`` of devices, at the same time.
 
-    ``large``: it moves much, over
-    many connections. On links with ports and between GPUs the simulator cuts it into chunks, between which messages pass. ``apart``: it
-    runs at the same time as those next to it that are so too, among other devices.
+    ``large``: it moves much, over many connections. On links with ports and between GPUs the simulator cuts it into chunks, between which
+    messages pass. ``apart``: it runs at the same time as those next to it that are so too, among other devices.
     """
 
     phase: Phase

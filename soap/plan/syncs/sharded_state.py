@@ -22,7 +22,7 @@ from soap.plan.plan import Plan, ShardSync, sync_name, update_name
 from soap.plan.syncs.amounts import Group
 from soap.plan.syncs.bucketing import gradient_bytes, shard_bytes
 from soap.plan.syncs.even_parts import bucket_bytes, is_even, part_bytes
-from soap.plan.syncs.large_parts import large_regions, packed_bytes, packed_of_owners
+from soap.plan.syncs.large_parts import large_bytes, large_regions, packed_of_owners
 from soap.plan.syncs.seam import PULL, PUSH, SUM, Amount, Hold, How, Of, Phase, Places, Row, Setting, ShardUpdate, SyncMethod, Template
 from soap.plan.syncs.sharing import holders, holding_groups, owned_bytes, sharers, sharing_groups, sharing_leaders
 from soap.strategy.config import SyncConfig
@@ -78,7 +78,7 @@ class ShardedState(SyncMethod):
         updated its own.
         """
         owned, scatter, gather, bucket = owned_bytes(plan, sync), scatter_name(sync), gather_name(sync), bucket_bytes(plan, sync)
-        packed, small = packed_bytes(plan, sync), packed_of_owners(plan, sync)
+        packed, small = gradient_bytes(plan, sync) - large_bytes(plan, sync), packed_of_owners(plan, sync)
         even, part = is_even(plan, sync), part_bytes(plan, sync)
         yield from held_gradients(plan, sync)
         for reader, copied in self.copies(plan, sync).items():

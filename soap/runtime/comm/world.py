@@ -69,7 +69,8 @@ def choose_device(kind: DeviceKind, local_rank: int) -> torch.device:
 def open_world(device_count: int, kind: DeviceKind = "cpu", backend: str = "auto", timeout_s: float = TIMEOUT_S) -> World:
     """Join the ranks: those of an existing process group, those that the environment names, or this process alone.
 
-    RuntimeFailure if there are fewer processes than devices. From then on the process keeps memory that it frees (``system.malloc``)."""
+    RuntimeFailure if there are fewer processes than devices. From then on the process keeps memory that it frees
+    (``process.keep_freed_memory``)."""
     keep_freed_memory()
     timeout, joined = timedelta(seconds=timeout_s), dist.is_initialized()
     size = dist.get_world_size() if joined else world_size(os.environ)

@@ -13,9 +13,7 @@ from enum import Enum, auto
 
 from soap.plan.plan import Part, Plan
 from soap.plan.running.activity import Activity, Carrier, PlanIndex
-from soap.plan.running.backward_order import Turns
-from soap.plan.running.forward_order import part_ready
-from soap.plan.running.segments import Segment
+from soap.plan.running.order import Segment, Turns, part_ready
 
 
 class ActionKind(Enum):

@@ -4,7 +4,7 @@
 micro-batches (``Program.interleaved``). Each rank executes its own part of both lists. An action waits only for actions before it in the
 list, so ranks cannot wait for each other in a cycle, whatever the backend.
 
-In which order tiles and segments run is ``plan.running``'s. ``actions`` decides what follows tiles and segments, ``sync_actions`` how
+In which order tiles and segments run is ``run_order``'s. ``actions`` decides what follows tiles and segments, ``sync_actions`` how
 parameters are kept in step; the rest, here, keeps these:
 
 *Invariant*: no action before the end of the backward pass waits for a number that only the epilogue reads.
@@ -44,12 +44,11 @@ from soap.plan.running.activity import (
     count_takers,
 )
 from soap.plan.running.epilogue import LossEpilogue, closing_tensors
-from soap.plan.running.forward_order import ExecutionOrder, places_of
-from soap.plan.running.run_order import RunOrder, run_order
-from soap.plan.running.segments import Segment, answered_elsewhere, read_elsewhere
+from soap.plan.running.order import ExecutionOrder, Segment, answered_elsewhere, places_of, read_elsewhere
 from soap.plan.syncs.bucketing import idle_shards
 from soap.runtime.program import sync_actions
 from soap.runtime.program.actions import BEFORE, Action, ActionKind, Entry, backward_entries, forward_entries, in_order, interleaved
+from soap.runtime.program.run_order import RunOrder, run_order
 from soap.runtime.program.sync_actions import after_backward, after_update, before_forward, gather_entries, groups
 
 
@@ -132,7 +131,7 @@ class Program:
     dropped: frozenset[int]
     """Holdings of recomputed tiles that are not kept till then (``recomputation.dropped_holdings``)."""
     come_back_with: Mapping[int, int]
-    """Tiles of offloading operators -> the tile with which what they keep comes back (``offloading.come_back_with``)."""
+    """Tiles of offloading operators -> the tile with which what they keep comes back (``offload.come_back_with``)."""
     idle_shards: tuple[int, ...]
     """Shards whose gradient is zero."""
     losses: Mapping[int, int]
@@ -241,8 +240,8 @@ def compile_program(
         segment_of,
         frozenset(read_elsewhere(plan, segment_of)) | {i for i, held in enumerate(plan.holdings) if held.tensor == plan.graph.loss},
         frozenset(answered_elsewhere(plan, segment_of, activity)),
-        run.recomputation.tiles,
-        dropped_holdings(plan, run.recomputation, activity.tiles),
+        run.recomputed,
+        dropped_holdings(plan, run.recomputed, activity.tiles),
         come_back_with(plan, activity.tiles),
         idle_shards(plan),
         losses,

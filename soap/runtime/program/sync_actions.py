@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, S
 from dataclasses import dataclass
 
 from soap.plan.plan import ASK_NAME, Plan, ShardSync, sync_name
-from soap.plan.running.backward_order import Turns
+from soap.plan.running.order import Turns
 from soap.plan.syncs.gathering import gathers
 from soap.plan.syncs.seam import How, Phase, Row, method_for
 from soap.runtime.program.actions import LAST_ONLY, Action, ActionKind, Entry

@@ -353,12 +353,9 @@ class ForwardPass:
         values = self.state.values
         key: ValueKey = ("holding", holding)
         if key not in values:
-            carries = holding in self.program.activity.holdings and self._requires_grad(holding)
-            values[key] = leaf(self._held(holding), carries)
+            tensor = self.state.graph.tensors[self.plan.holdings[holding].tensor]
+            values[key] = leaf(self._held(holding), holding in self.program.activity.holdings and tensor.requires_grad)
         return values[key]
-
-    def _requires_grad(self, holding: int) -> bool:
-        return self.state.graph.tensors[self.plan.holdings[holding].tensor].requires_grad
 
     def _leave_fetch(self, fetch: Fetched) -> None:
         """Note that one consumer has read a fetch; after the last one, drop it."""

@@ -39,7 +39,7 @@ from soap.runtime.comm.packing import cut
 from soap.runtime.comm.position import HERE
 from soap.runtime.comm.redistribute import Communicator, Pending
 from soap.runtime.compression.peer import AS_IT_IS, CompressedTraining
-from soap.runtime.marks import on_rank
+from soap.runtime.marks import ON_RANKS
 from soap.runtime.marks.seam import OnRank
 from soap.runtime.program.actions import LAST_ONLY, WHOLE_STEP, Action, ActionKind, MicroBatch, part_of
 from soap.runtime.program.prepared import PreparedTile, PreparedTiles, StepInputs, units_of
@@ -380,7 +380,7 @@ class StepRunner:
         self._forward, self._backward = _calls(program.forward, comm.rank), _calls(program.backward, comm.rank)
         if program.interleaved:  # there is no moment between both passes
             self._forward, self._backward = [], _calls(program.interleaved, comm.rank)
-        self._marks = on_rank(program, comm)
+        self._marks = {field: kind(program, comm) for field, kind in ON_RANKS.items()}
         self._look_ups = LookUps(self._prepared, program.plan, comm.rank)
         self._labels = LabelCounts(self._prepared, program.plan, comm.rank)
         self._task_name = partial(task_name, program)

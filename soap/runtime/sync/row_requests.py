@@ -18,9 +18,6 @@ from soap.runtime.comm.redistribute import Communicator
 from soap.runtime.sync.roles import roles_of
 from soap.runtime.sync.row_update import common_rows
 
-Lists = dict[int, list[tuple[int, int]]]
-"""Device -> the (synchronization, shard) pairs whose rows it sends or receives."""
-
 
 @dataclass
 class Wanted:

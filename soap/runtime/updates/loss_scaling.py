@@ -40,11 +40,6 @@ class LossScaling:
             )
 
 
-def needs_scaling(model: TracedModel) -> bool:
-    """Whether a model computes in float16 by autocast."""
-    return model.autocast == "float16"
-
-
 def require_scalable(plan: Plan, scaler: LossScaler | None) -> None:
     """RuntimeFailure if ranks cannot scale the loss by this plan: a residual of what is compressed would keep infinite numbers."""
     if scaler is not None and compresses(plan):
@@ -63,7 +58,7 @@ class LossScaler:
     @classmethod
     def of(cls, model: TracedModel, options: LossScaling | None) -> LossScaler | None:
         """The scaler of a training; None if its numbers need none and nobody asks for one."""
-        return cls(options or LossScaling()) if options is not None or needs_scaling(model) else None
+        return cls(options or LossScaling()) if options is not None or model.autocast == "float16" else None
 
     def unscale(self, gradients: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
         """Divide gradients by the scale, in place. Returns one number, to be summed over ranks: 0 if all of them are finite."""

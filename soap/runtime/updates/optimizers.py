@@ -295,7 +295,8 @@ def _restored(value: Any) -> Any:
     if _KIND not in value:
         return {key: _restored(item) for key, item in value.items()}
     items = _restored(value.get("of"))
-    makers: Mapping[str, Callable[[Any], Any]] = {"tensor": torch.tensor, "tuple": tuple, "set": set, "dict": dict, "Counter": _counter}
+    makers: dict[str, Callable[[Any], Any]] = {"tensor": torch.tensor, "tuple": tuple, "set": set, "dict": dict}
+    makers["Counter"] = lambda pairs: Counter(dict(pairs))
     make = makers.get(value[_KIND])
     try:
         assert make is not None
@@ -304,7 +305,3 @@ def _restored(value: Any) -> Any:
         raise CheckpointError(
             f"the checkpoint's schedule is damaged: it has a {str(value[_KIND])[:40]!r}; take another checkpoint"
         ) from None
-
-
-def _counter(pairs: list[list[Any]]) -> Counter[Any]:
-    return Counter(dict(pairs))

@@ -86,7 +86,7 @@ class CompiledSpace:
         training: PlannedTraining = PLAIN,
         shared: Shared | None = None,
     ) -> None:
-        """``optimizer_states``: tensors of a parameter's size that the optimizer keeps, as in ``simulator.memory.peaks``. ``draws``: of the
+        """``optimizer_states``: tensors of a parameter's size that the optimizer keeps. ``draws``: of the
         costs, under which chains compare strategies. ``training``: what training adds to compressed parameters. ``shared``: what chains'
         engines share with others; only with each other if None."""
         self.training, self.shared = training, shared or Shared(space.graph, topology, costs, training)

@@ -24,9 +24,9 @@ import numpy as np
 
 from soap.cluster.topology import Topology
 from soap.model.graph import Operand, OperatorGraph
-from soap.search.durations import TileDurations
 from soap.search.space import Grid, Space
 from soap.simulator.costs import CostModel
+from soap.simulator.cut_operators import CutOperators
 
 if TYPE_CHECKING:
     from soap.simulator.shared import Shared
@@ -64,7 +64,7 @@ def lower_bound(space: Space, topology: Topology, costs: CostModel, shared: Shar
     least = _Least(space, topology, costs, shared)
     certain = certain_gradients(space.graph)
     work = sum(least.work_ns(i, backward=certain[i]) for i in range(len(certain)))
-    power = sum(least.speeds[kind] for kind in least.durations.type_of)
+    power = sum(least.speeds[kind] for kind in least.cuts.type_of)
     return LowerBound(_path_ns(space.graph, least), floor(work / power * (1 - ROUNDING)))
 
 
@@ -172,17 +172,17 @@ class _Least:
     """The least times of operators over all degrees of a space. ``speeds``: how many times as fast as the first type each type can be."""
 
     def __init__(self, space: Space, topology: Topology, costs: CostModel, shared: Shared | None) -> None:
-        self.durations = TileDurations(space.graph, topology, costs, shared)
+        self.cuts = CutOperators(space.graph, topology, costs) if shared is None else shared.cuts
         self._found: dict[tuple[int, tuple[Grid, ...]], tuple[int, int, int, int]] = {}
         looking_up = {lookup.operator for access in space.graph.sparse.values() for lookup in access.lookups}
-        ratios = np.ones(self.durations.type_count)
+        ratios = np.ones(len(self.cuts.types))
         self._of: list[tuple[int, int, int, int]] = []
         for position, operator in enumerate(space.operators):
-            key = (self.durations.same(position), operator.grids)
+            key = (self.cuts.class_of(position), operator.grids)
             if key not in self._found:
                 ways = (False, True) if position in looking_up else (False,)
                 every = dict.fromkeys(grid[1:] for grid in operator.grids)
-                tables = [self.durations(position, degrees, sparse_lookup=way) for degrees in every for way in ways]
+                tables = [self.cuts.durations(position, degrees, sparse_lookup=way) for degrees in every for way in ways]
                 for table in tables:
                     ratios = np.maximum(ratios, (table[:1] / table).max(axis=(1, 2)))
                 tile, tile_both = min(int(t[:, 0].min()) for t in tables), min(int(t.sum(axis=1).min()) for t in tables)

@@ -1,4 +1,4 @@
-"""Which operators a task belongs to. Together with ``slack`` it explains a schedule.
+"""Which operators a task belongs to. Together with slack (``timeline.slack_ns``) it explains a schedule.
 
 A tile's passes belong to its operator. So do the communications that bring the operator's inputs (and take their gradients back) and sum
 its partial results. Synchronization (sums of gradients, servers, updates) belongs to the operators that use the parameters, by bytes.

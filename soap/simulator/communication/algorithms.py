@@ -17,6 +17,7 @@ from enum import StrEnum
 from itertools import groupby, pairwise
 
 from soap.simulator.communication.ring_orders import Orders
+from soap.simulator.costs import nanoseconds
 
 Hop = tuple[int, int]
 """(source device, target device)."""
@@ -120,3 +121,40 @@ def _there_and_back(hops: tuple[Hop, ...], parts: int) -> list[Step]:
 def _through_switches(groups: Sequence[Sequence[int]]) -> list[Step]:
     """What links to and from a switch carry, as hops from each device to the next."""
     return [Step((*pairwise(own), (own[-1], own[0])), len(own), len(own) + 1, False) for own in groups if len(own) > 1]
+
+
+@dataclass(frozen=True, slots=True)
+class AllReduceOption:
+    """An algorithm over one group of devices. ``links``: numbers of all links that it holds, sorted. ``protocol``: NCCL's name of how bytes
+    are handed over, or nothing."""
+
+    algorithm: Algorithm
+    latency_seconds: float
+    seconds_per_byte: float
+    links: tuple[int, ...]
+    protocol: str = ""
+
+    def duration_ns(self, reduced_bytes: int) -> int:
+        """max(1, ceil((latency_seconds + seconds_per_byte * reduced_bytes) * 1e9)), in this order of operations."""
+        return nanoseconds(self.latency_seconds + self.seconds_per_byte * reduced_bytes)
+
+
+def fastest(options: Sequence[AllReduceOption], reduced_bytes: int) -> AllReduceOption:
+    """The option with the smallest ``duration_ns``; the first one if several are equal."""
+    return min(options, key=lambda option: option.duration_ns(reduced_bytes))
+
+
+def undominated(options: Sequence[AllReduceOption]) -> tuple[AllReduceOption, ...]:
+    """The options that are the fastest for some number of bytes, in their order; of equal ones the first."""
+    chosen = [min(options, key=lambda option: (option.latency_seconds, option.seconds_per_byte))]
+    while True:
+        last = chosen[-1]
+        faster = [option for option in options if option.seconds_per_byte < last.seconds_per_byte]
+        if not faster:
+            return tuple(option for option in options if any(option is one for one in chosen))
+        chosen.append(min(faster, key=lambda option: (_crossing_bytes(last, option), option.seconds_per_byte)))
+
+
+def _crossing_bytes(slower: AllReduceOption, faster: AllReduceOption) -> float:
+    """From how many bytes on the one with fewer seconds per byte is faster."""
+    return (faster.latency_seconds - slower.latency_seconds) / (slower.seconds_per_byte - faster.seconds_per_byte)

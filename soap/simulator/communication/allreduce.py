@@ -14,16 +14,10 @@ from collections.abc import Sequence
 
 from soap.cluster.topology import Topology
 from soap.plan.collectives import REDUCE_TRAFFIC
-from soap.simulator.communication.algorithms import Algorithm, steps
+from soap.simulator.communication.algorithms import Algorithm, AllReduceOption, steps
 from soap.simulator.communication.loads import ROUTES, loads, step_shares
-from soap.simulator.communication.nccl import nccl_algorithms, nccl_options, nccl_parted_options
-from soap.simulator.communication.options import AllReduceOption
+from soap.simulator.communication.nccl import nccl_options, nccl_parted_options
 from soap.simulator.communication.ring_orders import is_gloo, ring_orders
-
-
-def available(topology: Topology, devices: Sequence[int]) -> tuple[Algorithm, ...]:
-    """The algorithms that the devices' backend has."""
-    return (Algorithm.RING,) if is_gloo(topology, devices) else nccl_algorithms(topology, devices)
 
 
 def allreduce_options(topology: Topology, devices: Sequence[int]) -> tuple[AllReduceOption, ...]:

@@ -28,9 +28,8 @@ from dataclasses import dataclass
 
 from soap.cluster.interconnects import Interconnect, Library, interconnects, library, unnamed
 from soap.cluster.topology import Topology
-from soap.simulator.communication.algorithms import Algorithm, by_host, steps
+from soap.simulator.communication.algorithms import Algorithm, AllReduceOption, by_host, steps, undominated
 from soap.simulator.communication.loads import latency_seconds, loads, step_shares
-from soap.simulator.communication.options import AllReduceOption, undominated
 from soap.simulator.communication.ring_orders import Orders, ring_orders
 
 SIMPLE, LL = "Simple", "LL"

@@ -17,8 +17,8 @@ from soap.cluster.overheads import Share
 from soap.cluster.topology import Link, Topology
 from soap.plan.collectives import REDUCE_TRAFFIC, Flow, exchange_seconds
 from soap.plan.syncs.even_parts import Collective
+from soap.simulator.communication.algorithms import AllReduceOption, fastest
 from soap.simulator.communication.allreduce import allreduce_bytes, allreduce_options, parted_options
-from soap.simulator.communication.options import AllReduceOption, fastest
 from soap.simulator.costs import nanoseconds
 
 CACHE_ENTRIES = 2**18

@@ -7,6 +7,7 @@ processor of its kind; there only the last step is left, and numba is not needed
 
 from __future__ import annotations
 
+import ctypes
 import lzma
 import os
 import sys
@@ -88,8 +89,17 @@ def _brought_along(library: Library) -> Any:
         return None
 
 
+def _emit_nothing() -> None:
+    """Let numba, which is not imported yet, make no machine code of the functions that it compiles from now on: it would, of each with all
+    that it calls, so that Python can call it, for a third of the time that all of it takes. It only notes an address of each."""
+    noted = ctypes.create_string_buffer(8)  # as large as a pointer, which numba writes there
+    llvm.ExecutionEngine.finalize_object = lambda self: None
+    llvm.ExecutionEngine.get_global_value_address = lambda self, name: ctypes.addressof(noted)
+
+
 def main(*modules: str) -> None:
-    """Write the machine code of the library of these modules."""
+    """Write the machine code of the library of these modules. For a process that does nothing else."""
+    _emit_nothing()
     processor = machine(llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten())
     module = _brought_along(LIBRARIES[modules]) if modules in LIBRARIES else None
     if module is None:

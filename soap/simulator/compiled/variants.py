@@ -37,7 +37,7 @@ COLUMNS = 14
 
 class VariantTables(NamedTuple):
     """``rows``: one per variant. ``costs``: ns of tiles. ``launches``: ns of launching them, in the same places. ``drawn``: ns of tiles
-    under each draw, [place in ``costs``, draw]; nothing without draws. ``away``: bytes of tiles that offload (``peaks.away_bytes``).
+    under each draw, [place in ``costs``, draw]; nothing without draws. ``away``: bytes of tiles that offload (``sizes.away_bytes``).
     ``box_ptr``: where a region's (start, stop) per dimension begin in ``bounds``. ``box_volume``: a region's elements.
 
     A *grid* describes the distinct regions of one output (of tiles, or of sums): rank; whether they are disjoint; their number; for each

@@ -233,7 +233,7 @@ class _Gradients:
             hold(tiles.device[own], start[own], end[own], tiles.backward[own], MemoryKind.WORKSPACE)
         made = self._made_of_parameters()
         shards = (self._plan.shards[number] for number in sums_of_one(self._plan))
-        alone = np.isin(made.region, [region_number(shard.parameter, shard.box) for shard in shards])
+        alone = np.isin(made.region, [region_number(self._plan.graph, shard.parameter, shard.box) for shard in shards])
         own = np.flatnonzero(~(alone & _stay(made)))
         hold(made.device[own], made.start[own], made.end[own], made.bytes[own], MemoryKind.GRADIENTS)
         own = np.flatnonzero((made.turn > 0) & ~alone)

@@ -23,8 +23,8 @@ from soap.simulator.memory.array_ledger import ArrayLedger
 from soap.simulator.memory.curves import PLACES
 from soap.simulator.memory.derived import Derived
 from soap.simulator.memory.grouped import Bools, Longs, least, most, total
-from soap.simulator.memory.peaks import batch_bytes
 from soap.simulator.memory.plan_arrays import region_number
+from soap.simulator.memory.sizes import batch_bytes
 from soap.simulator.memory.spans import NEVER, Span, Spans
 
 FORWARD, BACKWARD, BOTH, FIRST_GRADIENT = range(1, 5)
@@ -343,11 +343,12 @@ class _Maker:
         """Add the uses of regions on a device, or on all, to the group ``into`` or to a new one; returns its number."""
         if into == NEVER:
             into, self._groups = self._groups, self._groups + 1
-        deliveries = self._plan.deliveries
+        plan, number, size = self._plan, NEVER, 0
         for region in regions:
-            number, size = (region_number(parameter, region.box), box_bytes(self._plan, parameter, region.box)) if parameter else (NEVER, 0)
+            if parameter:
+                number, size = region_number(plan.graph, parameter, region.box), box_bytes(plan, parameter, region.box)
             for operator, tile, _ in region.uses:
-                if device is None or deliveries[operator].tile_devices[tile] == device:
+                if device is None or plan.deliveries[operator].tile_devices[tile] == device:
                     self._uses.append((into, operator, tile, number, size))
         return into
 

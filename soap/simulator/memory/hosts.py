@@ -19,7 +19,7 @@ from soap.plan.plan import Plan
 from soap.plan.syncs.amounts import COPIES, COUNT_BYTES, INDEX_BYTES
 from soap.plan.syncs.seam import method_for
 from soap.simulator.memory.footprint import Use
-from soap.simulator.memory.peaks import amount_bytes
+from soap.simulator.memory.sizes import amount_bytes
 
 
 def host_use(plan: Plan, topology: Topology, optimizer_states: int = 2) -> tuple[int, ...]:

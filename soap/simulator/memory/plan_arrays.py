@@ -7,10 +7,8 @@ all that are like it.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import count
 from typing import Any, NamedTuple, get_type_hints
 from weakref import WeakKeyDictionary
 
@@ -24,7 +22,7 @@ from soap.plan.row_counts import row_bytes, tile_lookups
 from soap.plan.tiling import Tile, made_bytes, windows
 from soap.simulator.memory.footprint import Shares, shares_of
 from soap.simulator.memory.grouped import Bools, Longs
-from soap.simulator.memory.peaks import PACKING_KINDS, away_bytes, padded_bytes
+from soap.simulator.memory.sizes import PACKING_KINDS, away_bytes, padded_bytes
 from soap.simulator.memory.transit import cells_land_in_place, lies_in_one_piece, received_apart
 
 MESSAGE, GATHER, SWAP, BROADCAST = range(4)
@@ -214,9 +212,8 @@ class _Names(NamedTuple):
 
 _PARTS: WeakKeyDictionary[Delivery, tuple[OperatorGraph, dict[tuple[int, ...], _Part]]] = WeakKeyDictionary()
 _NAMES: WeakKeyDictionary[PlacedDelivery, tuple[OperatorGraph, _Names]] = WeakKeyDictionary()
-_REGIONS: defaultdict[tuple[str, Box], int] = defaultdict(count().__next__)
-"""Numbers of regions of tensors, in the order in which they were first asked for."""
 
+NO_SHARES = Shares(None, frozenset(), frozenset(), 0, 0, 0, 0)
 TABLES: dict[str, Any] = get_type_hints(PlanArrays)
 FLAGS = {(name, column) for name, table in TABLES.items() for column, hint in get_type_hints(table).items() if hint == Bools}
 LISTS = {"carriers": "part", "sums": "member"}
@@ -240,10 +237,11 @@ REFERS = {
 """(block, column) -> the table, or field of ``_Names``, of which its numbers are; below 0 there is none."""
 
 
-def plan_arrays(plan: Plan) -> PlanArrays:
-    """The arrays of a plan."""
+def plan_arrays(plan: Plan, *, footprints: bool = True) -> PlanArrays:
+    """The arrays of a plan. Without ``footprints``, which are found when they are first asked for: as if operators took nothing beside
+    their operands, and kept all of these."""
     numbers = {tensor.name: number for number, tensor in enumerate(plan.graph.parameters)}
-    parts = [_part_of(plan.graph, own) for own in plan.deliveries]
+    parts = [_part_of(plan.graph, own, footprints) for own in plan.deliveries]
     found = _joined(parts, [_names_of(plan.graph, own, part, numbers) for own, part in zip(plan.deliveries, parts, strict=True)])
     tiles, readers, carriers = found["tiles"], found["readers"], found["carriers"]
     readers["tile"] += np.array(plan.first_tile, np.int64)[readers.pop("operator")]
@@ -282,14 +280,15 @@ def _begins(counts: Sequence[int] | Longs) -> Longs:
     return np.concatenate(([0], np.cumsum(np.asarray(counts, np.int64))))
 
 
-def _part_of(graph: OperatorGraph, own: PlacedDelivery) -> _Part:
-    """One for all deliveries that are alike and whose operators have equal footprints."""
+def _part_of(graph: OperatorGraph, own: PlacedDelivery, footprints: bool) -> _Part:
+    """One for all deliveries that are alike and whose operators have equal footprints, if these count."""
     known = _PARTS.get(own.like)
     if known is None or known[0] is not graph:
         known = _PARTS[own.like] = graph, {}
-    key = _footprints(graph, own)
+    key = _footprints(graph, own) if footprints else ()
     if key not in known[1]:
-        known[1][key] = _Maker(graph, own.like if key == _footprints(graph, own.like) else _by_itself(own)).made()
+        alike = not footprints or key == _footprints(graph, own.like)
+        known[1][key] = _Maker(graph, own.like if alike else _by_itself(own), footprints).made()
     return known[1][key]
 
 
@@ -308,7 +307,7 @@ def _names_of(graph: OperatorGraph, own: PlacedDelivery, part: _Part, numbers: M
     if known is None or known[0] is not graph:
         op = graph.operators[own.position]
         operands = [(*op.inputs, *op.parameters)[place].tensor for place, _ in part.regions]
-        regions = [region_number(tensor, box) for tensor, (_, box) in zip(operands, part.regions, strict=True)]
+        regions = [region_number(graph, tensor, box) for tensor, (_, box) in zip(operands, part.regions, strict=True)]
         rows = (own.position, *own.readers), own.devices, [numbers[operand.tensor] for operand in op.parameters], regions
         known = _NAMES[own] = graph, _Names(*(np.array(row, np.int64) for row in rows))
     return known[1]
@@ -317,8 +316,8 @@ def _names_of(graph: OperatorGraph, own: PlacedDelivery, part: _Part, numbers: M
 class _Maker:
     """Makes the tables of one operator's delivery."""
 
-    def __init__(self, graph: OperatorGraph, own: Delivery) -> None:
-        self._graph, self._own, self._op = graph, own, graph.operators[own.position]
+    def __init__(self, graph: OperatorGraph, own: Delivery, footprints: bool) -> None:
+        self._graph, self._own, self._op, self._footprints = graph, own, graph.operators[own.position], footprints
         self._place = {device: place for place, device in enumerate(own.devices)}
         self._readers = {reader: 1 + place for place, reader in enumerate(own.readers)}
         self._regions: dict[tuple[int, Box], int] = {}
@@ -343,7 +342,7 @@ class _Maker:
         return volume(box) * self._graph.tensors[tensor].itemsize
 
     def _shares(self, tile: Tile) -> Shares:
-        return shares_of(self._graph, self._graph.operators[tile.operator], tile.intervals)
+        return shares_of(self._graph, self._graph.operators[tile.operator], tile.intervals) if self._footprints else NO_SHARES
 
     def _keeps(self, tile: Tile, tensor: str) -> bool:
         """Whether autograd keeps a tile's region of an operand."""
@@ -354,9 +353,10 @@ class _Maker:
     def _tile(self, number: int, tile: Tile) -> None:
         """Add a tile, what it makes, and what it reads of the batch and of parameters."""
         graph, op, shares = self._graph, self._op, self._shares(tile)
-        padded = sum(padded_bytes(graph, op, k, tile.inputs[k], tile.intervals) for k in windows(op))
-        backward = shares.backward + padded
-        held = shares.kept + padded, shares.product, shares.forward, backward, away_bytes(graph, tile)
+        padded = away = 0
+        if self._footprints:
+            padded, away = sum(padded_bytes(graph, op, k, tile.inputs[k], tile.intervals) for k in windows(op)), away_bytes(graph, tile)
+        held = shares.kept + padded, shares.product, shares.forward, shares.backward + padded, away
         boxes = zip(op.parameters, tile.parameters, strict=True) if op.kind in PACKING_KINDS else ()
         packed = sum(self._box_bytes(operand.tensor, box) for operand, box in boxes)
         self._rows["tiles"].append((0, self._place[tile.device], *held, tile.part or 0, packed))
@@ -450,6 +450,6 @@ def compact_numbers(plan: Plan) -> list[int]:
     return [number for number, own in enumerate(plan.graph.parameters) if own.name in names] if names else []
 
 
-def region_number(tensor: str, box: Box) -> int:
-    """A number for a region of a tensor, the same whenever it is asked for."""
-    return _REGIONS[tensor, box]
+def region_number(graph: OperatorGraph, tensor: str, box: Box) -> int:
+    """A number for a region of a tensor of the graph, the same whenever it is asked for."""
+    return graph.region_numbers.setdefault((tensor, box), len(graph.region_numbers))

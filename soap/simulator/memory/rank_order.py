@@ -1,7 +1,24 @@
-"""In which order ranks run a plan's passes, on arrays: ``plan.running`` once more, by the same rules, for predictions.
+"""In which order ranks run a plan's passes: what the runtime's program and predicted memory follow. Tiles, segments and turns are numbers
+in arrays, and only what must see one thing after the other (where gradients flow, turns of segments) is a loop.
 
-``RunOrder`` is what ranks follow; its names and comments say why. Here tiles, segments and turns are numbers in arrays, and only what must
-see one thing after the other (where gradients flow, turns of segments) is a loop.
+*Forward*, one rule after the other takes a topological order of all tiles and returns one:
+
+- If only the loss and gradients travel between devices, no order makes any device wait. Then tiles run in the model's own order, which
+  completes gradients, and starts their sums, the earliest.
+- A tile that waits for no other, such as a sparse lookup, comes right before its first reader if all readers are on its device. The
+  backward pass runs in reverse: so its gradient, which may have far to travel, is complete early.
+- With micro-batches, actions of ``Plan.order`` follow each other. Those of one action keep their order.
+- Tiles of the loss epilogue come after all others (``plan.running.epilogue``).
+
+*Segments* of a device's tiles are one autograd graph each. Everything that a segment receives, or that is summed or gathered for it, is
+complete before its first tile, because it comes from segments that start earlier. A tile whose gradient comes from elsewhere (*answered*)
+is the last of its segment, so that no other tile waits for that gradient. Tiles of the loss epilogue share no segment with others, nor do
+the recomputed tiles of a run (``plan.recomputation``), nor passes of different actions of ``Plan.order``. A tile whose backward pass is in
+two is one.
+
+*Backward* a segment can run once all gradients from elsewhere have arrived. If several can, the choice changes only who waits for whom, not
+the result. They run in the order in which the simulation began their tiles' backward passes; without a simulation, the segment that started
+last goes first.
 """
 
 from __future__ import annotations
@@ -13,7 +30,7 @@ import numpy as np
 
 from soap.plan.pass_order import Pass, PassOrder
 from soap.plan.plan import Plan
-from soap.plan.running.epilogue import LossEpilogue, closing_tensors, epilogue_of, kept_epilogue
+from soap.plan.running.epilogue import LossEpilogue, closing_tensors, epilogue_of, kept_epilogue, no_epilogue
 from soap.simulator.memory.grouped import Bools, Longs, distinct, least, most, owners, rows_of
 from soap.simulator.memory.plan_arrays import MESSAGE, PlanArrays, Tiles
 
@@ -27,38 +44,76 @@ class Segments(NamedTuple):
     start: Longs
 
 
-class RankOrder(NamedTuple):
-    """``forward``: tiles in the order in which they run. ``active``: by tile, whether it has a backward pass. ``turns``: by segment, when
-    it runs backward. ``second_turns``: (turn, segment that runs forward a second time right before it), in their order. With micro-batches
-    ``Plan.order`` decides, and there are neither."""
-
-    forward: Longs
-    active: Bools
-    segments: Segments
-    turns: Longs
-    second_turns: Longs
-
-
-def rank_order(plan: Plan, arrays: PlanArrays, forward: Longs, backward: Longs) -> RankOrder:
-    """The order in which ranks run a plan's passes. ``forward``: all tiles, ``backward``: those with a backward pass, as their passes begin
-    in a simulation."""
-    return _Ordering(plan, arrays).found(forward, backward)
-
-
-class _Active(NamedTuple):
-    """Which tiles, fetches and sums have gradients."""
+class Active(NamedTuple):
+    """Which tiles, fetches and sums have gradients: a tile has a backward pass if a gradient reaches one of its outputs. ``seeds``: tiles
+    at which the backward pass begins."""
 
     tiles: Bools
     fetches: Bools
     sums: Bools
+    seeds: Longs
+
+
+class Again(NamedTuple):
+    """``tiles``: whether each runs forward twice. ``maker``, ``reader``: pairs of these, of which one reads what the other makes again."""
+
+    tiles: Bools
+    maker: Longs
+    reader: Longs
+
+
+class RankOrder(NamedTuple):
+    """``forward``: tiles in the order in which they run. ``turns``: by segment, when it runs backward; with micro-batches ``Plan.order``
+    decides, and those of one action keep this order. ``backward``: the tiles with a backward pass as they were given, none if
+    their order does not count."""
+
+    epilogue: LossEpilogue
+    forward: Longs
+    backward: Longs
+    active: Active
+    again: Again
+    segments: Segments
+    turns: Longs
+
+    def second_turns(self, turns: Longs) -> Longs:
+        """(turn, segment that runs forward a second time right before it), in their order. ``turns``: by segment, of its backward pass.
+
+        A segment's second run comes right before the first backward pass that needs it, its own or that of a segment that reads what it
+        makes again; and after the second runs that it reads from. So as little as possible is there at a time.
+        """
+        count, number = len(turns), self.segments.number
+        own = distinct(number[self.again.tiles])
+        pairs = distinct(number[self.again.reader] * count + number[self.again.maker])
+        makers: dict[int, list[int]] = {}
+        for one, other in zip((pairs // count).tolist(), (pairs % count).tolist(), strict=True):
+            makers.setdefault(one, []).append(other)
+        turn: dict[int, int] = {}
+        for segment in own[np.argsort(turns[own])].tolist():
+            todo = [segment]
+            while todo:
+                needed = todo.pop()
+                if needed not in turn:
+                    turn[needed] = int(turns[segment])
+                    todo.extend(makers.get(needed, ()))
+        found = np.array([(at, segment) for segment, at in turn.items()], np.int64).reshape(-1, 2)
+        return found[np.lexsort((self.segments.start[found[:, 1]], found[:, 0]))]
+
+
+def rank_order(
+    plan: Plan, arrays: PlanArrays, forward: Longs, backward: Longs, *, single_tiles: bool = False, turns: bool = True
+) -> RankOrder:
+    """The order in which ranks run a plan's passes. ``forward``: all tiles in a topological order, ``backward``: those with a backward
+    pass, as their passes begin in a simulation; none if it is not known. ``single_tiles``: each tile is a segment. ``turns``: else there
+    are none."""
+    return _Ordering(plan, arrays, single_tiles).found(forward, backward, turns)
 
 
 class _Ordering:
     """Answers what the rules ask of a plan. ``_tensor``: by holding, the number of its tensor among all that operators make. ``_several``:
     by sum, whether several devices get it."""
 
-    def __init__(self, plan: Plan, arrays: PlanArrays) -> None:
-        self._plan, self._arrays = plan, arrays
+    def __init__(self, plan: Plan, arrays: PlanArrays, single_tiles: bool) -> None:
+        self._plan, self._arrays, self._single_tiles = plan, arrays, single_tiles
         held, outputs, sums = arrays.holdings, arrays.outputs, arrays.sums
         self._outputs = np.cumsum([0, *(len(op.outputs) for op in plan.graph.operators)])
         operator, place = np.append(sums.operator, -1)[held.sum], np.append(sums.output, -1)[held.sum]
@@ -69,21 +124,17 @@ class _Ordering:
         self._tensor_of_fetch = self._tensor[arrays.pieces.holding[arrays.fetches.pieces[:-1]]]
         self._epilogue = self._usable_epilogue()
 
-    def found(self, forward: Longs, backward: Longs) -> RankOrder:
+    def found(self, forward: Longs, backward: Longs, turns: bool) -> RankOrder:
         """The order; see ``rank_order``."""
         if self._nothing_travels():
             forward, backward = np.arange(len(forward)), backward[:0]
         forward = self._forward(forward)
         place = _places(forward)
         active = self._activity()
-        again = active.tiles & self._of(self._plan.recomputed_operators)
-        maker, reader = self._links(again)
-        segments = self._segments(forward, place, self._runs(again, maker, reader), self._answered(active))
-        none = np.zeros(0, np.int64)
-        if self._plan.order is not None:
-            return RankOrder(forward, active.tiles, segments, none, none.reshape(0, 2))
-        turns = self._turns(active, segments, backward)
-        return RankOrder(forward, active.tiles, segments, turns, _second_turns(segments, turns, again, maker, reader))
+        again = self._again(active)
+        segments = self._segments(forward, place, self._runs(again), self._answered(active))
+        found = self._turns(active, segments, backward) if turns else np.zeros(0, np.int64)
+        return RankOrder(self._epilogue, forward, backward, active, again, segments, found)
 
     def _of(self, operators: frozenset[int]) -> Bools:
         """By tile, whether its operator is one of these."""
@@ -99,7 +150,10 @@ class _Ordering:
         return chosen
 
     def _usable_epilogue(self) -> LossEpilogue:
-        """``usable_epilogue``."""
+        """The epilogue, or an empty one if it stays where it is: on a single device, which waits for nobody, or if a message mixes its
+        tensors with others. With micro-batches the backward pass begins at the loss's terms even so."""
+        if self._single_tiles and self._plan.order is None:
+            return no_epilogue(self._plan.graph)
         epilogue, carriers, mixes = epilogue_of(self._plan.graph), self._arrays.carriers, False
         if epilogue.operators and len(carriers.part):
             closes = self._among(closing_tensors(self._plan, epilogue))[self._tensor_of_fetch[self._arrays.pieces.fetch[carriers.part]]]
@@ -109,14 +163,14 @@ class _Ordering:
         return kept_epilogue(self._plan, epilogue, mixes=mixes)
 
     def _nothing_travels(self) -> bool:
-        """``model_order_if_nothing_travels``."""
+        """Whether only the loss and gradients travel between devices."""
         ends = self._among(closing_tensors(self._plan, self._epilogue) | {self._plan.graph.loss})
         summed = self._outputs[self._arrays.sums.operator] + self._arrays.sums.output
         moved = self._tensor_of_fetch[self._arrays.pieces.fetch[self._arrays.carriers.part]]
         return bool(ends[summed[self._several]].all() and ends[moved].all())
 
     def _forward(self, order: Longs) -> Longs:
-        """``forward_order``."""
+        """The order after all rules but the first one."""
         arrays, place = self._arrays, _places(order)
         fetches, pieces, held, size = arrays.fetches, arrays.pieces, arrays.holdings, len(order)
         reader = least(arrays.readers.fetch, place[arrays.readers.tile], len(fetches.device), size)  # the first of a fetch
@@ -130,9 +184,9 @@ class _Ordering:
         last = self._of(self._epilogue.operators)[sources_late]
         return sources_late[np.lexsort((_ranks(self._plan, arrays.tiles, "F")[sources_late], last))]
 
-    def _activity(self) -> _Active:
-        """``find_activity``. A tile hands a gradient to the fetches that it reads, these to tiles or sums, and sums to their tiles: of each
-        of these, all that may reach it comes before it, if they are taken in falling order of tiles."""
+    def _activity(self) -> Active:
+        """What has gradients. A tile hands a gradient to the fetches that it reads, these to tiles or sums, and sums to their tiles: of
+        each of these, all that may reach it comes before it, if they are taken in falling order of tiles."""
         arrays = self._arrays
         readers, pieces, held, members = arrays.readers, arrays.pieces, arrays.holdings, arrays.sums.member
         tiles, fetches, sums = len(arrays.tiles.device), len(arrays.fetches.device), len(arrays.sums.operator)
@@ -144,14 +198,15 @@ class _Ordering:
         tile = np.arange(tiles)
         moment = np.concatenate((4 * tile, 4 * least(readers.fetch, readers.tile, fetches, 0) - 1, 4 * most(whose, members, sums, 0) + 1))
         order = np.argsort(-moment[gives], kind="stable")
-        active = bytearray(tiles + fetches + sums)
-        for number in self._seeds():
+        active, seeds = bytearray(tiles + fetches + sums), self._seeds()
+        for number in seeds:
             active[number] = 1
         for one, other in zip(gives[order].tolist(), gets[order].tolist(), strict=True):
             if active[one]:
                 active[other] = 1
         found = np.frombuffer(active, np.bool_)
-        return _Active(found[:tiles], found[tiles : tiles + fetches] & arrays.fetches.gradient, found[tiles + fetches :])
+        own = found[:tiles], found[tiles : tiles + fetches] & arrays.fetches.gradient, found[tiles + fetches :]
+        return Active(*own, np.array(seeds, np.int64))
 
     def _seeds(self) -> list[int]:
         """Tiles at which the backward pass begins."""
@@ -161,8 +216,8 @@ class _Ordering:
         tiles = ((first[maker] + tile.index, tile.replica) for maker in makers for tile in self._plan.deliveries[maker].like.tiles)
         return [tile for tile, replica in tiles if replica == 0]
 
-    def _answered(self, active: _Active) -> Bools:
-        """``answered_from_afar``, by tile."""
+    def _answered(self, active: Active) -> Bools:
+        """By tile, whether its outputs, or partial results, get gradients from other devices."""
         arrays, found = self._arrays, np.zeros(len(self._arrays.tiles.device), np.bool_)
         held, sums = arrays.holdings, arrays.sums
         holding = arrays.pieces.holding[arrays.pieces.remote & active.fetches[arrays.pieces.fetch]]
@@ -170,37 +225,37 @@ class _Ordering:
         found[sums.member[rows_of(sums.members, np.flatnonzero(active.sums & self._several))[1]]] = True
         return found
 
-    def _links(self, again: Bools) -> tuple[Longs, Longs]:
-        """(tiles, tiles whose second runs read what second runs of these make): ``find_recomputation``. ``again``: those that run twice."""
-        none = np.zeros(0, np.int64)
+    def _again(self, active: Active) -> Again:
+        """What runs twice."""
+        again, none = active.tiles & self._of(self._plan.recomputed_operators), np.zeros(0, np.int64)
         if not again.any():
-            return none, none
+            return Again(again, none, none)
         arrays, pieces = self._arrays, self._arrays.pieces
         maker = np.where(arrays.holdings.sum[pieces.holding] < 0, arrays.holdings.tile[pieces.holding], -1)
         remade = again & ~self._of(self._plan.light_operators)
         own = np.flatnonzero((maker >= 0) & remade[maker] & ~arrays.fetches.remote[pieces.fetch])
         place, row = rows_of(arrays.fetches.readers, pieces.fetch[own])
         reader = arrays.readers.tile[row]
-        return maker[own][place][again[reader]], reader[again[reader]]
+        return Again(again, maker[own][place][again[reader]], reader[again[reader]])
 
-    def _runs(self, again: Bools, maker: Longs, reader: Longs) -> Longs:
-        """By tile, the lowest tile of its run, or -1 if it does not run twice: ``Recomputation.run``. Linked tiles take the lower one's
-        number, and that one's, until all agree."""
-        run, together = np.arange(len(again)), ~self._of(self._plan.light_operators)[reader]
-        one, other = maker[together], reader[together]
+    def _runs(self, again: Again) -> Longs:
+        """By tile, the lowest tile of its run, or -1 if it does not run twice. Linked tiles take the lower one's number, and that one's,
+        until all agree."""
+        run, together = np.arange(len(again.tiles)), ~self._of(self._plan.light_operators)[again.reader]
+        one, other = again.maker[together], again.reader[together]
         while (run[one] != run[other]).any():
             low = np.minimum(run[one], run[other])
             for high in (run[one], run[other]):
                 np.minimum.at(run, high, low)
             run = run[run]
-        return np.where(again, run, -1)
+        return np.where(again.tiles, run, -1)
 
     def _segments(self, order: Longs, place: Longs, run: Longs, answered: Bools) -> Segments:
-        """``cut_segments``. A tile begins a segment, or goes on with that of the tile before it on its device."""
+        """A tile begins a segment, or goes on with that of the tile before it on its device."""
         device = self._arrays.tiles.device[order]
         own = order[np.argsort(device, kind="stable")]  # device by device
         before, begins = own[:-1], self._waits(place)[own]
-        begins[:1] = True
+        begins[: len(begins) if self._single_tiles else 1] = True
         epilogue, divided = self._of(self._epilogue.operators), self._of(self._plan.divided)
         begins[1:] |= (self._arrays.tiles.device[own[1:]] != self._arrays.tiles.device[before]) | answered[before]
         begins[1:] |= (epilogue[own[1:]] & ~epilogue[before]) | (run[own[1:]] != run[before]) | divided[own[1:]] | divided[before]
@@ -227,8 +282,8 @@ class _Ordering:
         found[tiles[first[first >= 0]]] = True
         return found
 
-    def _turns(self, active: _Active, segments: Segments, backward: Longs) -> Longs:
-        """``backward_turns``."""
+    def _turns(self, active: Active, segments: Segments, backward: Longs) -> Longs:
+        """By segment, its turn, from 0 on."""
         count, unknown = len(segments.first), len(backward)
         begun = np.full(len(segments.number), unknown)
         begun[backward] = np.arange(unknown)
@@ -236,7 +291,7 @@ class _Ordering:
         nodes = count + len(self._arrays.carriers.pattern) + len(self._arrays.sums.operator)
         return _turns(np.lexsort((-segments.start, first)), nodes, *self._needs(active, segments))
 
-    def _needs(self, active: _Active, segments: Segments) -> tuple[Longs, Longs]:
+    def _needs(self, active: Active, segments: Segments) -> tuple[Longs, Longs]:
         """(nodes, nodes that need their gradients), sorted: segments, then carriers, then sums."""
         arrays, number = self._arrays, segments.number
         held, pieces, readers, sums = arrays.holdings, arrays.pieces, arrays.readers, arrays.sums
@@ -278,26 +333,6 @@ def _turns(segments: Longs, nodes: int, before: Longs, after: Longs) -> Longs:
             elif not waiting[other]:
                 passed.append(other)
     return _places(np.array(found, np.int64))
-
-
-def _second_turns(segments: Segments, turns: Longs, again: Bools, maker: Longs, reader: Longs) -> Longs:
-    """``RunOrder.second_turns``."""
-    count, number = len(turns), segments.number
-    own = distinct(number[again])
-    pairs = distinct(number[reader] * count + number[maker])
-    makers: dict[int, list[int]] = {}
-    for one, other in zip((pairs // count).tolist(), (pairs % count).tolist(), strict=True):
-        makers.setdefault(one, []).append(other)
-    turn: dict[int, int] = {}
-    for segment in own[np.argsort(turns[own])].tolist():
-        todo = [segment]
-        while todo:
-            needed = todo.pop()
-            if needed not in turn:
-                turn[needed] = int(turns[segment])
-                todo.extend(makers.get(needed, ()))
-    found = np.array([(at, segment) for segment, at in turn.items()], np.int64).reshape(-1, 2)
-    return found[np.lexsort((segments.start[found[:, 1]], found[:, 0]))]
 
 
 def _ranks(plan: Plan, tiles: Tiles, kind: Pass) -> Longs:

@@ -1,7 +1,7 @@
 """A played iteration once more, in the order in which ranks run it, on arrays. Predicted memory is that of this order.
 
 A simulation takes tile by tile, as soon as what a tile needs is there. From it comes the order that ranks follow, but they keep it
-(``plan.running``): each device runs its tiles forward in one fixed order, and backward segment by segment. A segment begins when all
+(``rank_order``): each device runs its tiles forward in one fixed order, and backward segment by segment. A segment begins when all
 gradients from elsewhere are there that its tiles need, and then nothing comes between its tiles. So products of two segments overlap less
 than tiles do that take turns, and what is gathered for a segment is there for a shorter time.
 
@@ -41,7 +41,7 @@ class Waits(NamedTuple):
 def as_ranks_run(played: Played, plan: Plan, arrays: PlanArrays, topology: Topology) -> tuple[Played, RankOrder]:
     """The iteration as ranks run it: other times and waits, if its passes do not have that order anyway; and the order."""
     backward = played.tile[_by_start(played, played.backward[played.backward != NONE])]
-    order = rank_order(plan, arrays, played.tile[_by_start(played, played.forward)], backward)
+    order = rank_order(plan, arrays, played.tile[_by_start(played, played.forward)], backward, turns=plan.order is None)
     passes = _Passes(played, arrays, order) if plan.order is None else None
     if passes is None or passes.are_kept():
         return played, order
@@ -87,16 +87,16 @@ class _Passes:
         place = np.empty(tiles, np.int64)
         place[order.forward] = np.arange(tiles)
         turn[played.forward] = place
-        simulated = np.flatnonzero((played.backward != NONE) & ~order.active)
+        simulated = np.flatnonzero((played.backward != NONE) & ~order.active.tiles)
         turn[played.backward[simulated]] = 2 * tiles - simulated  # of the epilogue
-        own = np.flatnonzero((played.backward != NONE) & order.active)
-        last, second = 2 * tiles + 1, len(order.second_turns) + 1
+        own, second_turns = np.flatnonzero((played.backward != NONE) & order.active.tiles), order.second_turns(order.turns)
+        last, second = 2 * tiles + 1, len(second_turns) + 1
         turn[played.backward[own]] = last + second * (order.turns[segments.number[own]] + 1) - 1
         within[played.backward[own]] = -place[own]
         again = np.full(len(segments.first), NONE)
-        at, segment = order.second_turns.T
+        at, segment = second_turns.T
         again[segment] = last + second * at + np.arange(len(at)) - np.searchsorted(at, at)
-        own = np.flatnonzero((played.again != NONE) & order.active)
+        own = np.flatnonzero((played.again != NONE) & order.active.tiles)
         turn[played.again[own]] = again[segments.number[own]]
         within[played.again[own]] = place[own]
         return self._pulled(turn, within)

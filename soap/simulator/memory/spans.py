@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
 
 from soap.plan.plan import Plan
+from soap.plan.tiling import Tile
 from soap.simulator.memory.grouped import Bools, Longs, least, most, owners, rows_of
 from soap.simulator.memory.plan_arrays import PlanArrays, Sums
 from soap.simulator.memory.played import KINDS, NONE, Played
 from soap.simulator.memory.rank_order import RankOrder
-from soap.simulator.memory.unread import unread_tiles
 from soap.simulator.tasks import TaskKind
 
 NEVER = -1
@@ -25,8 +25,8 @@ Span = tuple[int, int]
 class Spans(NamedTuple):
     """Starts and ends, NEVER where there is none.
 
-    By tile: ``forward``, ``backward`` (not of tiles that make only what nobody reads, ``unread``), ``weights``: of its weight gradients, if
-    its backward pass is in two; ``again``: its second run, from when ranks begin it, and ``again_work_end``: when that has computed;
+    By tile: ``forward``, ``backward`` (not of ``unread_tiles``), ``weights``: of its weight gradients, if its backward pass is in two;
+    ``again``: its second run, from when ranks begin it, and ``again_work_end``: when that has computed;
     ``let_go``: when all has gone that it keeps, if its mark says so (``Marked.kept_until``). ``segment``: the first tile of its segment, in
     the order in which ranks run it. ``begun``: when that segment's backward pass begins. ``light``: whether it keeps its outputs though it
     runs again. ``rows_start``, ``rows_end``: of each row of marks, by name. By carrier: ``brought``, ``returned``. By reduction:
@@ -135,3 +135,20 @@ def _ready(run: Played) -> dict[str, int]:
     own = {name: first for name, (first, _) in run.named.items() if run.kind[first] == KINDS[TaskKind.SYNC]}
     place, row = rows_of(run.waits_ptr, np.array(list(own.values()), np.int64))
     return dict(zip(own, most(place, run.end[run.waits[row]], len(own), 0).tolist(), strict=True))
+
+
+def unread_tiles(plan: Plan) -> Iterator[int]:
+    """Tiles that make only sums that nobody reads (``OperatorGraph.sums_of``)."""
+    graph, bounds = plan.graph, (*plan.first_tile, len(plan.tiles))
+    for sums, source in graph.sums_of.items():
+        maker = graph.producers[sums][0]
+        readers = {position for position, _ in graph.consumers.get(sums, ())}
+        tiles = [tile for position in readers for tile in plan.tiles[bounds[position] : bounds[position + 1]]]
+        if len(graph.operators[maker].outputs) == 1 and all(_sees_all_but_channels(plan, tile, source) for tile in tiles):
+            yield from range(bounds[maker], bounds[maker + 1])
+
+
+def _sees_all_but_channels(plan: Plan, tile: Tile, source: str) -> bool:
+    regions = [box for o, box in zip(plan.operator(tile).inputs, tile.inputs, strict=True) if o.tensor == source]
+    shape = plan.graph.tensors[source].shape
+    return any(all(side == (0, size) for i, (side, size) in enumerate(zip(box, shape, strict=True)) if i != 1) for box in regions)

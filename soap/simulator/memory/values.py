@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from soap.model.graph import OperatorGraph
 from soap.plan.marks.seam import Amount
 from soap.plan.memory_kinds import MemoryKind
 from soap.plan.plan import Plan
@@ -217,16 +218,17 @@ class _Values:
         self._hold(own.device, start, done, received, MemoryKind.BUFFERS, made=True)
 
 
-_WHOLE: WeakKeyDictionary[KeptParameter, list[int]] = WeakKeyDictionary()
+_WHOLE: WeakKeyDictionary[KeptParameter, tuple[OperatorGraph, list[int]]] = WeakKeyDictionary()
 
 
 def _whole_regions(plan: Plan) -> list[int]:
     """Numbers of the regions of parameters that are there as a whole: shards, and what readers gather of parts."""
     found: list[int] = []
     for kept in plan.kept:
-        if kept not in _WHOLE:
+        known = _WHOLE.get(kept)
+        if known is None or known[0] is not plan.graph:
             parts = [part for region in kept.regions for part, _ in region.parts]
             parts += [region.box for region in kept.regions if region.sync is not None and region.sync.contract.owned_in_parts]
-            _WHOLE[kept] = [region_number(kept.parameter, box) for box in parts]
-        found += _WHOLE[kept]
+            known = _WHOLE[kept] = plan.graph, [region_number(plan.graph, kept.parameter, box) for box in parts]
+        found += known[1]
     return found

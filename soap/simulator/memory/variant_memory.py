@@ -15,10 +15,9 @@ from soap.model.graph import Operand, Operator, OperatorGraph, TensorKind
 from soap.model.regions import Box, cells, in_one_piece, volume
 from soap.plan.tiling import windows
 from soap.simulator.compiled.graph_arrays import Longs
-from soap.simulator.cut_operators import CutOperator, CutOperators
+from soap.simulator.cut_operators import CutOperator, CutOperators, boxes_of, by_lengths, distinct, volumes
 from soap.simulator.memory.footprint import kept_share, product_share, shares_of
-from soap.simulator.memory.peaks import PACKING_KINDS, padded_bytes
-from soap.simulator.memory.tile_regions import boxes_of, by_lengths, distinct, volumes
+from soap.simulator.memory.sizes import PACKING_KINDS, padded_bytes
 from soap.strategy.recomputation import has_product
 
 

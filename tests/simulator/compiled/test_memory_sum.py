@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from soap import api
@@ -15,13 +15,15 @@ from soap.errors import StrategyError
 from soap.model.graph import OperatorGraph
 from soap.plan.compression.training import PLAIN, PlannedTraining
 from soap.profiles.roofline import RooflineCosts
-from soap.simulator import incremental
 from soap.simulator.compiled.memory_sum import FITS, UNKNOWN
 from soap.simulator.engine import Engine
+from soap.simulator.folded_bound import folded_engine
+from soap.simulator.folding import fold
 from soap.simulator.incremental import IncrementalSimulator
-from soap.simulator.lowering import PlanBuilder
+from soap.simulator.memory.engine_played import engine_played
 from soap.simulator.memory.memory_sum import MemorySum
-from soap.simulator.memory.sweep import with_allowance
+from soap.simulator.memory.plan_arrays import plan_arrays
+from soap.simulator.memory.sweep import swept, with_allowance
 from soap.simulator.simulate import Simulator
 from soap.strategy.classical import random_config
 from soap.strategy.config import OpConfig, Strategy
@@ -29,6 +31,7 @@ from soap.strategy.named import named
 from soap.strategy.sync import parameter_server
 from tests.extent import often
 from tests.graph_builder import GraphBuilder, transformer
+from tests.simulator.copied import Case, copied, with_parts
 from tests.strategies import CPU, cases, cluster
 
 
@@ -80,6 +83,23 @@ def test_never_below(case: tuple[OperatorGraph, Topology, Strategy], seed: int, 
             strategy = proposed
         else:
             engine.reject()
+
+
+@settings(suppress_health_check=list(HealthCheck))
+@given(copied().flatmap(with_parts))
+def test_never_below_of_two_copies(case: Case) -> None:
+    graph, topology, strategy = case
+    folding = fold(graph, topology, strategy)
+    assume(not isinstance(folding, str))
+    assert not isinstance(folding, str)
+    engine, small = folded_engine(folding, RooflineCosts(topology)), folding.topology
+    engine.load(folding.copies.strategy)
+    engine.simulate()
+    plan = folding.plan
+    arrays = plan_arrays(plan)
+    peaks = swept(plan, arrays, engine_played(engine, plan, arrays), small, 2).peaks().tolist()
+    most = MemorySum(engine, [1 << 60] * small.device_count).most_bytes()
+    assert all(peak <= sum_bytes for peak, sum_bytes in zip(peaks, most, strict=True))
 
 
 def test_users_that_cut_a_table_across_each_other_ask_for_its_pieces() -> None:
@@ -156,14 +176,3 @@ def test_what_certainly_fits_is_not_planned(monkeypatch: pytest.MonkeyPatch) -> 
     other = usual.with_operator("head", random_config(graph.operators[graph.index["head"]], 4, random.Random(2)))
     for strategy in (usual, other, usual):
         assert (evaluator.overflow_bytes(strategy), asked) == (0, [])
-
-
-def test_of_too_many_tiles_no_plan_is_made_and_chains_take_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    graph, topology = transformer(), cluster([2, 2])
-    simulator = Simulator(graph, topology, RooflineCosts(topology))
-    evaluator, usual = IncrementalSimulator(simulator), api.classical("data_parallel", graph, topology)
-    engine = evaluator.engine_for(usual)
-    assert engine is not None and evaluator.fits(usual, engine)
-    monkeypatch.setattr(incremental, "MOST_PLANNED_TILES", 0)
-    monkeypatch.setattr(PlanBuilder, "build", lambda *_: pytest.fail("a plan is made"))
-    assert not evaluator.fits(usual, engine)

@@ -21,7 +21,7 @@ from soap.plan.memory_kinds import MemoryKind
 from soap.plan.plan import Exchange, Message, Part, Plan, local_pieces, remote_parts
 from soap.plan.syncs import bucketing
 from soap.plan.syncs.seam import method_for
-from soap.simulator.memory.peaks import amount_bytes, batch_bytes
+from soap.simulator.memory.sizes import amount_bytes, batch_bytes
 from soap.simulator.memory.transit import received_apart
 from tests.simulator.reference_memory.sizes import (
     TileSizes,

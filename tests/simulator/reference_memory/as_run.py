@@ -1,7 +1,7 @@
 """A simulated iteration once more, in the order in which ranks run it. Predicted memory is that of this order.
 
 The first simulation takes tile by tile, as soon as what a tile needs is there. From it comes the order that ranks follow, but they keep it
-(``plan.running``): each device runs its tiles forward in one fixed order, and backward segment by segment. A segment begins when all
+(``running``): each device runs its tiles forward in one fixed order, and backward segment by segment. A segment begins when all
 gradients from elsewhere are there that its tiles need, and then nothing comes between its tiles. So products of two segments overlap less
 than tiles do that take turns, and what is gathered for a segment is there for a shorter time.
 
@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from soap.plan.running.run_order import RunOrder, run_order
 from soap.simulator.reference import execution_order, play
 from soap.simulator.tasks import Schedule, Task, TaskGraph, TaskKind
+from tests.simulator.reference_memory.running import RunOrder, run_order
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Memory over simulated time: how much each device holds when. ``peaks`` is a bound of it for any order of the tasks.
+"""Memory over simulated time: how much each device holds when. ``any_order`` is a bound of it for any order of the tasks.
 
 Held all the time: parameter shards, optimizer states, the buffers of gradients that are summed over devices, the batch (or, with
 ``Plan.own_samples``, the samples of it that the device reads) and constants.
@@ -27,8 +27,8 @@ from soap.plan.plan import Part, Pattern, Plan, ShardSync, update_name
 from soap.plan.syncs.amounts import COUNT_BYTES
 from soap.plan.syncs.bucketing import idle_shards, sums_of_one
 from soap.plan.syncs.seam import Hold, method_for
-from soap.simulator.memory import peaks
 from soap.simulator.memory.curves import MemoryCurve
+from soap.simulator.memory.sizes import away_bytes, batch_bytes
 from soap.simulator.tasks import Schedule, TaskGraph
 from tests.simulator.reference_memory.as_run import as_run
 from tests.simulator.reference_memory.gradient_residency import GradientResidency, Sum
@@ -76,7 +76,7 @@ class _Values:
 
     def always(self, optimizer_states: int) -> None:
         """Parameters, optimizer states, gradients that stay, and what of the batch the device is given."""
-        for device, batch in enumerate(peaks.batch_bytes(self.plan)):
+        for device, batch in enumerate(batch_bytes(self.plan)):
             self.hold(device, 0, self.spans.end_ns, batch, MemoryKind.BATCH)
         for device, size in enumerate(host_copies(self.plan)):
             self.hold(device, 0, self.spans.end_ns, size, MemoryKind.BUFFERS)
@@ -185,7 +185,7 @@ class _Values:
     def _offloaded(self, number: int) -> None:
         """What a tile has back from its host, and on a CPU, until then, the copy there."""
         tile, (begun, _), (start, end) = self.plan.tiles[number], self.spans.away[number], self.spans.back[number]
-        size = peaks.away_bytes(self.plan.graph, tile)
+        size = away_bytes(self.plan.graph, tile)
         self.hold(tile.device, start, self.spans.last(number), size, MemoryKind.KEPT, early=True)
         if tile.device not in self.plan.accelerators:
             self.hold(tile.device, begun, end, size, MemoryKind.KEPT, early=True, late=True)

@@ -13,7 +13,7 @@ from soap.plan.plan import Exchange, Fetch, Message, Part, Pattern, Piece, Plan
 from soap.plan.row_counts import row_bytes, tile_lookups
 from soap.plan.tiling import Tile, made_bytes, windows
 from soap.simulator.memory.footprint import Shares, shares_of
-from soap.simulator.memory.peaks import PACKING_KINDS, padded_bytes
+from soap.simulator.memory.sizes import PACKING_KINDS, padded_bytes
 
 
 class TileSizes(NamedTuple):

@@ -10,12 +10,13 @@ from soap.plan.departures import Route, sending_pass
 from soap.plan.marks.offload import AWAY, BACK, NEED
 from soap.plan.marks.seam import NOTHING
 from soap.plan.plan import Exchange, Fetch, Message, Part, Reduction, exchange_name, message_name, reduce_name, tile_task_name
-from soap.plan.recomputation import dropped_holdings, find_recomputation, remade
+from soap.plan.recomputation import dropped_holdings, remade
 from soap.plan.syncs.seam import Uses
-from soap.simulator.memory.unread import unread_tiles
+from soap.simulator.memory.spans import unread_tiles
 from soap.simulator.tasks import TaskGraph, TaskKind
 from tests.simulator.reference_memory.as_run import AsRun
 from tests.simulator.reference_memory.moving import waited_for
+from tests.simulator.reference_memory.running import find_recomputation
 from tests.simulator.reference_memory.sizes import is_remote, tile_sizes
 
 Span = tuple[int, int]
@@ -57,7 +58,7 @@ class TaskSpans:
             if task.tile is not None:
                 passes[task.kind][task.tile] = (start, end)
         self.recomputation = find_recomputation(self.plan, self.backward)
-        self.dropped = dropped_holdings(self.plan, self.recomputation, self.backward)
+        self.dropped = dropped_holdings(self.plan, self.recomputation.tiles, self.backward)
         self.unread = frozenset(unread_tiles(self.plan))
         self.away, self.back = self._copies()
         segments = order.segments
@@ -112,7 +113,7 @@ class TaskSpans:
 
     @cached_property
     def _waits(self) -> Mapping[tuple[Route, int], int]:
-        """``departures.waited_for`` of all messages that nothing answers."""
+        """``moving.waited_for`` of all messages that nothing answers."""
         sends = []
         for message in self.plan.messages:
             part = message.parts[0]

@@ -1,4 +1,4 @@
-"""By how much peaks exceed the memory of devices; bytes that tiles copy, pad or pack, and of the batch."""
+"""Bytes that tiles copy, pad or pack, and of the batch; and by how many bytes totals exceed the memory of devices."""
 
 from __future__ import annotations
 
