@@ -192,7 +192,7 @@ class PlanBuilder:
         first = {name: _offsets([len(getattr(own.like, name)) for own in found]) for name in _JOINED}
         tiles = Later(first["tiles"][-1], lambda: chain.from_iterable(own.tiles() for own in found))
         first_tile = first["tiles"][:-1]
-        shards, syncs, kept = self._keeping.keep(tiles, first_tile, self._regions(configs), strategy)
+        shards, syncs, kept = self._keeping.keep(first_tile, self._regions(configs), strategy)
 
         def joined(name: str, shifted: Callable[[Delivery, int], Iterable[T]]) -> Sequence[T]:
             own = ((delivery.own, position) for position, delivery in enumerate(found))

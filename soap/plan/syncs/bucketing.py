@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
 
 from soap.model.graph import OperatorGraph
 from soap.model.regions import volume
 from soap.plan.plan import Plan, Shard, ShardSync
-from soap.plan.tiling import Tile
 from soap.strategy.compression import Compression
 from soap.strategy.wrapped import USUAL, Wrapped
 
@@ -41,7 +41,7 @@ _Key = tuple[tuple[int, ...], tuple[int, ...], bool, str, Compression | None, bo
 
 def make_buckets(
     graph: OperatorGraph,
-    tiles: Sequence[Tile],
+    first_tile: Sequence[int],
     shards: Sequence[Shard],
     syncs: Sequence[ShardSync],
     limits: tuple[int, int],
@@ -64,7 +64,7 @@ def make_buckets(
     alone = {sync.shards[0]: sync for sync in syncs}
     lowest = {}
     for sync in syncs:
-        users, is_frozen = {tiles[tile].operator for tile, _ in sync.uses}, not shards[sync.shards[0]].trainable
+        users, is_frozen = {bisect_right(first_tile, tile) - 1 for tile, _ in sync.uses}, not shards[sync.shards[0]].trainable
         lowest[sync.shards[0]] = min(users if is_frozen else users & trained)
     module_of = {name: number for number, names in enumerate(wrapped.modules) for name in names}
     begun: set[_Key] = set()

@@ -17,7 +17,6 @@ from soap.plan.plan import ReadRegion, Shard, ShardSync
 from soap.plan.syncs.amounts import Group
 from soap.plan.syncs.represented import Represented
 from soap.plan.syncs.seam import Places, SyncMethod, method_of
-from soap.plan.tiling import Tile
 from soap.strategy.config import Strategy, SyncConfig
 from soap.strategy.sync import ALL_REDUCE
 from soap.strategy.sync_contracts import METHODS
@@ -75,7 +74,7 @@ class Keeping:
         self._groups: dict[str, tuple[Sequence[ShardSync], Sequence[ShardSync]]] = {}
 
     def keep(
-        self, tiles: Sequence[Tile], first_tile: Sequence[int], regions: Iterable[tuple[str, Sequence[Cell]]], strategy: Strategy
+        self, first_tile: Sequence[int], regions: Iterable[tuple[str, Sequence[Cell]]], strategy: Strategy
     ) -> tuple[tuple[Shard, ...], tuple[ShardSync, ...], tuple[KeptParameter, ...]]:
         """All shards, parameter by parameter, all synchronizations, method by method, and how each parameter is kept.
 
@@ -91,7 +90,7 @@ class Keeping:
             shards += placed.shards
             for own in placed.syncs:
                 syncs.setdefault(own.method, []).append(own)
-        groups = [self._group(method, tiles, shards, syncs[method.contract.name]) for method in self._in_order(syncs)]
+        groups = [self._group(method, first_tile, shards, syncs[method.contract.name]) for method in self._in_order(syncs)]
         return tuple(shards), tuple(chain.from_iterable(groups)), tuple(kept)
 
     def _keep(self, parameter: str, cells: Sequence[Cell], sync: SyncConfig) -> KeptParameter:
@@ -138,12 +137,12 @@ class Keeping:
         return found
 
     def _group(
-        self, method: SyncMethod, tiles: Sequence[Tile], shards: Sequence[Shard], syncs: Sequence[ShardSync]
+        self, method: SyncMethod, first_tile: Sequence[int], shards: Sequence[Shard], syncs: Sequence[ShardSync]
     ) -> Sequence[ShardSync]:
         """What a method carries out for these; the last ones are remembered."""
         known = self._groups.get(method.contract.name)
         if known is None or len(known[0]) != len(syncs) or not all(map(is_, known[0], syncs)):
-            known = self._groups[method.contract.name] = syncs, method.groups(self._graph, tiles, shards, syncs, self._wrapped)
+            known = self._groups[method.contract.name] = syncs, method.groups(self._graph, first_tile, shards, syncs, self._wrapped)
         return known[1]
 
     def used(self, parameter: str, cell: Cell, sync: SyncConfig) -> SyncConfig | None:

@@ -26,7 +26,6 @@ from soap.plan.syncs.bucketing import gradient_bytes, make_buckets, usual_limits
 from soap.plan.syncs.even_parts import Collective, Kind, collective, is_even
 from soap.plan.syncs.represented import Represented
 from soap.plan.syncs.sharing import owned_bytes
-from soap.plan.tiling import Tile
 from soap.strategy.compression import Compression
 from soap.strategy.config import SyncConfig
 from soap.strategy.sync_contracts import Contract
@@ -285,11 +284,11 @@ class SyncMethod(ABC):
         return usual_limits() if self.contract.in_buckets else None
 
     def groups(
-        self, graph: OperatorGraph, tiles: Sequence[Tile], shards: Sequence[Shard], syncs: Sequence[ShardSync], wrapped: Wrapped
+        self, graph: OperatorGraph, first_tile: Sequence[int], shards: Sequence[Shard], syncs: Sequence[ShardSync], wrapped: Wrapped
     ) -> Sequence[ShardSync]:
         """The synchronizations to carry out: ``syncs``, which have one region each, or buckets of them. All ranks need one order."""
         limits = self.limits(graph)
-        return syncs if limits is None else make_buckets(graph, tiles, shards, syncs, limits, wrapped)
+        return syncs if limits is None else make_buckets(graph, first_tile, shards, syncs, limits, wrapped)
 
     def template(self, readers: Group, leaders: Group, how: Setting) -> Template:
         """The communications of what these devices read, by roles. ``leaders``: see ``ShardSync``."""

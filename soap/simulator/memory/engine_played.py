@@ -52,9 +52,13 @@ def engine_played(engine: Engine, plan: Plan, arrays: PlanArrays) -> Played:
         found[name][tiles[own]] = own
         kind[own] = KINDS[task_kind]
     rows = {name: np.full(len(arrays.tiles.device), NONE, np.int64) for name in row_names()} | {"again": found["again"]}
+    added = np.flatnonzero(kinds >= ROW)
+    added = added[np.argsort(operators[added], kind="stable")]
+    begins = np.searchsorted(operators[added], np.arange(len(plan.first_tile) + 1))
     for position, marked in plan.marked.items():
+        mine = added[begins[position] : begins[position + 1]]
         for place, row in enumerate(marked.rows):
-            own = np.flatnonzero((kinds == ROW + place) & (operators == position))
+            own = mine[kinds[mine] == ROW + place]
             rows[row.name][tiles[own]] = own
             kind[own] = KINDS[TaskKind(row.kind)]
     moved = np.where(arrays.carriers.pattern == MESSAGE, KINDS[TaskKind.TRANSFER], KINDS[TaskKind.EXCHANGE])
