@@ -12,6 +12,8 @@ CLEARLY = 1.05
 def verdict(report: Mapping[str, Any]) -> str:
     """One paragraph: whether the found strategy is faster, and how far the predictions are off."""
     found, usual = report["strategies"]["strategy"], report["strategies"]["data_parallel"]
+    if usual["measured_ns"] is None:
+        return f"The plan that is kept is data parallelism: none is surely faster here. An iteration takes {_off(found)} the prediction."
     gain = usual["measured_ns"] / found["measured_ns"]
     promised = usual["predicted_ns"] / found["predicted_ns"]
     if gain >= CLEARLY:
@@ -38,6 +40,8 @@ def _times(report: Mapping[str, Any]) -> str:
     ]
     for name, entry in report["strategies"].items():
         times = entry["steps_ns"]
+        if times is None:  # the same plan, which is trained once
+            continue
         spread = f"{_ms(min(times))} to {_ms(max(times))}"
         ratio = entry["measured_ns"] / entry["predicted_ns"]
         rows.append(f"| {name} | {_ms(entry['predicted_ns'])} | {_ms(entry['measured_ns'])} | {spread} | {ratio:.2f} |")

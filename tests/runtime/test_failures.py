@@ -21,7 +21,7 @@ from soap.plan.syncs.sharing import holders
 from soap.profiles.roofline import RooflineCosts
 from soap.runtime.comm import position
 from soap.runtime.comm.failures import MOST_CHARACTERS, Desk, Folder, Kind, RankLost, kind_of, message_of, told_positions
-from soap.runtime.comm.position import HERE, LIBRARIES, PACKAGE
+from soap.runtime.comm.position import HERE, LIBRARIES, PACKAGE, telling_line
 from soap.runtime.program.actions import ActionKind
 from soap.runtime.program.program import Program, compile_program, task_name
 from soap.simulator.lowering import build_plan, lower
@@ -288,3 +288,9 @@ def test_actions_have_the_names_of_simulated_tasks(number: int) -> None:
     shared = [sync for sync in plan.syncs if sync.aggregated and sync.contract.owner == "parts"]
     sums = {sum_name(sync, group).rpartition(" ")[0] for sync in shared for group in holders(sync)}  # one action, a task for each group
     assert set(names) - idle - sums <= simulated
+
+
+def test_libraries_of_another_environment_are_not_the_users() -> None:
+    """A virtual environment may use those of the one that it was made in."""
+    lines = [("/elsewhere/lib/python3.11/site-packages/torch/distributed.py", 7, "barrier"), ("/home/someone/train.py", 3, "train")]
+    assert telling_line(lines) == "/home/someone/train.py:3 in train"

@@ -14,7 +14,8 @@ from types import FrameType, TracebackType
 
 PACKAGE = Path(__file__).parents[2]
 LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-"""Folders with files that are neither ours nor the user's."""
+INSTALLED = {"site-packages", "dist-packages"}
+"""Folders with files that are neither ours nor the user's; a virtual environment may use those of another one."""
 
 Line = tuple[str, int, str]
 """(file, line number, function)."""
@@ -71,7 +72,7 @@ def telling_line(lines: Sequence[Line]) -> str:
 def _called(lines: Sequence[Line]) -> list[Line]:
     """The user's lines that our code has called, innermost first. Lines that called us say nothing."""
     ours = next((place for place, line in enumerate(lines) if _is_ours(line)), len(lines))
-    return [line for line in lines[:ours] if not line[0].startswith((*LIBRARIES, "<"))]
+    return [line for line in lines[:ours] if not line[0].startswith((*LIBRARIES, "<")) and not INSTALLED & {*Path(line[0]).parts}]
 
 
 def _is_ours(line: Line) -> bool:
