@@ -97,6 +97,7 @@ $(STAMP): pyproject.toml constraints.txt
 	  if $$candidate -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then python=$$candidate; break; fi; done; \
 	if [ -z "$$python" ]; then echo "make: no Python >= 3.11 found on PATH; install one, or name it: make venv PY=..." >&2; exit 1; fi; \
 	[ -x $(VENV)/bin/python ] || $$python -m venv $(VENV)
+	@$(VENV)/bin/python -m pip install --quiet --upgrade pip || :  # older ones take twice as long to choose among all that there are
 	$(VENV)/bin/python -m pip install --quiet --no-compile -c constraints.txt -e '.[test,plots,preprocess,elastic,report]'
 	@touch $@
 

@@ -119,7 +119,7 @@ def test_what_is_never_held_at_once_is_taken_from_what_is_counted() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "cluster", "strategy"), [*every(14, CASES), LAYERS_AT_ONCE])
+@pytest.mark.parametrize(("model", "cluster", "strategy"), [*every(28, CASES), LAYERS_AT_ONCE])
 def test_numbers_are_possible(model: str, cluster: str, strategy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if model == LAYERS_AT_ONCE[0]:
         model = str(tmp_path / model)

@@ -88,7 +88,7 @@ def require_equal_replicas(results: list[tuple[Trained, dict[int, torch.Tensor]]
         assert all(torch.equal(tensor, results[0][1][number]) for number, tensor in own.items())
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", often([*METHODS], {"policy", "ragged", "feedback", "chunked", "powersgd", "int8"}))
 def test_ranks_lose_what_the_compressors_lose(four: Pool, path: str, method: str) -> None:
     """And their replicas are equal to the bit."""
     results = four.run(trained, path, method, 7, CompressedTraining(), False, ranks=RANKS)

@@ -27,8 +27,8 @@ from tests.transformers_models import MODELS
 CLIP_NORM, ACCUMULATE, STEPS = 0.05, 2, 2
 """A norm below that of any model's first gradients."""
 ZOO = [Mixture(name, number) for name in names() for number in range(1 if name in LARGE else 2)]
-OFTEN = {("dlrm", 1), ("gpt", 1), ("rnntc", 1)}
-"""Tables, attention and recurrent layers; those that cost least."""
+OFTEN = {("dlrm", 1), ("rnntc", 1)}
+"""Tables and recurrent layers; those that cost least."""
 PER_FAMILY = 2
 
 

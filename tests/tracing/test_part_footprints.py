@@ -22,7 +22,7 @@ from soap.tracing.calls import TileContext
 from soap.tracing.execute import TracedModel
 from soap.tracing.footprints import LITTLE, _Trials
 from soap.tracing.importer import import_program
-from tests.extent import so_many
+from tests.extent import rows_often, so_many
 
 WAYS = ("float32", "bfloat16", "autocast")
 TILES = so_many(4, 12)
@@ -95,8 +95,7 @@ def found(graph: OperatorGraph, op: Operator, tile: Tile, own: Footprint) -> Tak
     return Taken(kept + operand_bytes(graph, op, tile, own.keeps), kept + own.forward_bytes, kept + own.backward_bytes)
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("way", "transposed"), rows_often([*product(WAYS, (False, True))], [("float32", False), ("bfloat16", True)]))
 def test_no_tile_takes_more_than_is_predicted(way: str, transposed: bool) -> None:
     """But for what is too little to be looked into."""
     ratios: dict[bool, list[float]] = {False: [], True: []}
