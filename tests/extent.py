@@ -21,7 +21,7 @@ if CHOSEN not in EXTENTS:
     raise ValueError(f"SOAP_TESTS={CHOSEN!r}; expected one of {', '.join(EXTENTS)}")
 ALL = CHOSEN == "all"
 
-EXAMPLES = {"quick": (2, 5, 20), "test": (2, 5, 25), "all": (40, 150, 1000)}
+EXAMPLES = {"quick": (1, 4, 20), "test": (2, 5, 25), "all": (40, 150, 1000)}
 """Of a property, if an example costs much, as most do, and next to nothing."""
 
 
