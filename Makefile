@@ -53,12 +53,9 @@ demo: $(ENVIRONMENT)  ## export a model, search, train with the found strategy o
 	$(PY) -m examples.demo
 
 test: lint  ## what every change must pass: lint, types, tests (of each guarantee a part)
-	@$(TWO) types apart suite
-
 test-all: lint $(DOCS_ENVIRONMENT)  ## lint, types, and all tests with all their cases
-	@$(TWO) types apart suite
-
 quick: lint  ## `make test` without the slow tests
+test test-all quick:
 	@$(TWO) types apart suite
 
 suite: machine-code

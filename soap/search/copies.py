@@ -45,7 +45,7 @@ class Copies:
 
 def copies_of(space: Space, able: Able, strategy: Strategy) -> Copies | None:
     """A strategy as copies, with the part of the space that keeps these alike; None if it has few tiles, or cannot be folded."""
-    folding = able.folding(strategy, {sync for choices in space.syncs.values() for sync in choices})
+    folding = able.folding(strategy, dict.fromkeys(sync for choices in space.syncs.values() for sync in choices))
     if folding is None:
         return None
     graph, topology = folding.copies.graph, folding.topology

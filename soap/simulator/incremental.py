@@ -92,12 +92,12 @@ class IncrementalSimulator:
 
     def folding(self, strategy: Strategy, syncs: Iterable[SyncConfig]) -> Folding | None:
         """As ``Able.folding``."""
-        known, wanted = self._simulator, [*syncs]
-        for further in (wanted, []) if is_large(strategy) else ():
-            found = fold(known.graph, known.topology, strategy, known.training, syncs=further)
-            if not isinstance(found, str):
-                return found
-        return None
+        known = self._simulator
+        usual = known.folding(strategy, nearly=True) if is_large(strategy) else ""
+        if isinstance(usual, str):
+            return None
+        found = fold(known.graph, known.topology, strategy, known.training, syncs=syncs)
+        return usual if isinstance(found, str) else found
 
     def fits(self, strategy: Strategy, engine: Engine, folding: Folding | None = None) -> bool:
         """As ``Able.fits``."""

@@ -68,7 +68,6 @@ MARKS: tuple[Mark, ...] = (Mark(), *(Mark(feature, value) for feature in FEATURE
 _NUMBERS = {(mark.field, mark.value): number for number, mark in enumerate(MARKS)}
 _VALUES = attrgetter(*(feature.field for feature in FEATURES))
 _UNMARKED = tuple(feature.values[0] for feature in FEATURES)
-_BY_VALUES = {tuple(mark.value if own is mark.feature else own.values[0] for own in FEATURES): number for number, mark in enumerate(MARKS)}
 
 
 def marks_of(field: str) -> tuple[int, ...]:
@@ -100,6 +99,9 @@ def mark_of(config: OpConfig) -> int:
 def fields_of(mark: int) -> dict[str, Any]:
     """The values of all features' fields with a mark."""
     return {feature.field: MARKS[mark].value if MARKS[mark].feature is feature else feature.values[0] for feature in FEATURES}
+
+
+_BY_VALUES = {tuple(fields_of(number).values()): number for number in range(len(MARKS))}
 
 
 def with_mark(config: C, mark: int) -> C:
