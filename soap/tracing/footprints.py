@@ -316,7 +316,10 @@ class _Trials:
                 memory.leave_out((root, seed))
                 answers.clear()
                 memory.most_bytes = 0
+                hooks = [tensor.register_hook(memory.arrived) for tensor in wanted]  # type: ignore[no-untyped-call]
                 found = torch.autograd.grad(root, wanted, seed, allow_unused=True)
+                for hook in hooks:
+                    hook.remove()
                 backward = memory.most_bytes - kept - operands
                 made = list(zip((place for place, tensor in enumerate(regions) if tensor.requires_grad), found, strict=True))
                 rows |= stolen(made, memory.knows)
@@ -468,8 +471,12 @@ class TrialMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._kept: dict[int, tuple[StorageWeakRef, int]] = {}
         self._left_out: dict[int, torch.UntypedStorage] = {}
         self._noted: dict[int, StorageWeakRef] = {}
+        self._arrived: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._arrived:  # a leaf takes its gradient as soon as it is there: who reads it later holds it then
+            read = (item for item in tree_leaves((args, kwargs)) if isinstance(item, torch.Tensor))
+            self.note(item for item in read if item.untyped_storage()._cdata in self._arrived)
         result = func(*args, **(kwargs or {}))
         made = [item.untyped_storage() for item in tree_leaves(result) if isinstance(item, torch.Tensor)]
         self._products += [(_reference(storage), storage._cdata, storage.nbytes()) for storage in made if is_product(func)]
@@ -501,8 +508,12 @@ class TrialMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Know these tensors' memory, without keeping it."""
         self._noted.update((storage._cdata, _reference(storage)) for storage in (tensor.untyped_storage() for tensor in tensors))
 
+    def arrived(self, gradient: torch.Tensor) -> None:
+        """Note from now on who reads a leaf's gradient, which somebody keeps until the end."""
+        self._arrived.add(gradient.untyped_storage()._cdata)
+
     def knows(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor's memory is that of one that was noted or left out, or that autograd has kept."""
+        """Whether a tensor's memory is that of one that was noted, read since it arrived, or left out, or that autograd has kept."""
         return any(tensor.untyped_storage()._cdata in own for own in (self._noted, self._left_out, self._kept))
 
     def kept_bytes(self) -> int:
