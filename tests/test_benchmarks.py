@@ -70,6 +70,7 @@ BUSY = "import time\nwhile time.process_time() < 0.5: pass"
 NESTED = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {BUSY!r}])\nprint(flush=True)\nsys.stdin.read()"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_what_children_of_living_children_used_is_own() -> None:
     """As ranks, which are copies of a process that stays until the launcher ends."""

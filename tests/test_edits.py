@@ -260,6 +260,7 @@ def test_a_compiled_chain_asks_with_everything() -> None:
     assert len(asked) > 3 and all(map(is_marked, asked)) and is_marked(chain.strategy)
 
 
+@pytest.mark.slow
 def test_a_whole_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """Starts, descent, tempered chains or descents alone, and polishing."""
 

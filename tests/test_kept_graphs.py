@@ -59,6 +59,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     yield done
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "reading"), CASES, ids=[name for name, _ in CASES])
 def test_a_graph_survives_as_text(name: str, reading: dict[str, Any]) -> None:
     graph = soap.load(f"zoo:{name}", plan_only=True, **reading).graph
@@ -68,6 +69,7 @@ def test_a_graph_survives_as_text(name: str, reading: dict[str, Any]) -> None:
     assert again.hash == graph.hash
 
 
+@pytest.mark.slow
 def test_it_is_read_once(read: list[str]) -> None:
     first, second = api.planned_graph(SPEC), api.planned_graph(SPEC)
     assert read == [SPEC]
@@ -79,6 +81,7 @@ def test_it_is_read_once(read: list[str]) -> None:
     assert len(read) == 4  # other arguments, if only in their words
 
 
+@pytest.mark.slow
 def test_searches_are_the_same(read: list[str]) -> None:
     options = soap.SearchOptions(budget=50)
     first, second = (soap.find(SPEC, "p100-4x4", options) for _ in range(2))
@@ -194,6 +197,7 @@ def test_a_file_is_read_once_and_warns_each_time(read: list[str], cache: Path, t
     assert told[0] == told[1] and any("no rule for" in text for text in told[0])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::soap.errors.SoapWarning")
 def test_a_file_is_what_it_holds_but_for_the_values_of_parameters(read: list[str], cache: Path, tmp_path: Path) -> None:
     path = tmp_path / "m.pt2"
@@ -240,6 +244,7 @@ def test_damaged_models_are_refused_as_ever(read: list[str], cache: Path, tmp_pa
     assert len(read) == 5 and not cache.exists()
 
 
+@pytest.mark.slow
 def test_nothing_is_kept_of_a_reading_that_is_interrupted(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While operators are tried, where errors mean that one cannot be."""
 

@@ -14,6 +14,7 @@ from tests.extent import every
 from tests.kept_models import ModelFiles, keep_zoo_models, made_once
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", every(2, ["dlrm", "gpt"]))
 def test_a_kept_model_of_the_zoo_is_the_one_that_is_read(name: str) -> None:
     keep_zoo_models()

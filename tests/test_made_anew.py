@@ -58,6 +58,7 @@ def sources() -> Mapping[str, ast.AST]:
     return {".".join(path.relative_to(ROOT / "soap").with_suffix("").parts): ast.parse(text) for path, text in named.items()}
 
 
+@pytest.mark.slow
 def test_configurations_are_made_anew_in_few_modules_only() -> None:
     """Elsewhere they are edited: by ``replace``, ``placed``, ``placed_like`` and ``with_changes``, which keep what they do not name."""
     trees = sources()

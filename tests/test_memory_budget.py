@@ -73,6 +73,7 @@ def test_it_is_the_same_cluster_with_less_room() -> None:
     assert tight.makespan_ns == needed.makespan_ns and tight.peak_bytes == needed.peak_bytes
 
 
+@pytest.mark.slow
 def test_a_batch_that_no_device_holds_is_planned_for_ranks_with_their_own_samples() -> None:
     graph, whole = mlp(batch=4096), soap.load_cluster("p100-4x4")
     own = soap.load_cluster("p100-4x4", own_samples=True)

@@ -31,6 +31,7 @@ def test_plans_are_pipelines_of_the_model_on_all_hosts(tmp_path: Path) -> None:
         assert simulator.run(strategy).makespan_ns > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cell", CELLS)
 def test_rates_begin_with_a_legal_strategy_of_the_space(cell: str) -> None:
     """Sixteen devices, and micro-batches of fewer samples."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
+
 from soap import api
 from soap.plan.compression.training import PlannedTraining
 
 MODEL, CLUSTER = "zoo:gpt:tiny", "h100-4"
 
 
+@pytest.mark.slow
 def test_other_clusters_and_ways_that_fit_have_the_same_training() -> None:
     clipping, plain = (
         api.simulator_for(MODEL, CLUSTER, costs="estimate", training=PlannedTraining(clips=clips)) for clips in (True, False)

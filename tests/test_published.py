@@ -159,6 +159,7 @@ def test_one_row_from_end_to_end(tiny: OperatorGraph) -> None:
     assert f"| {row.id} | 2 | data | float32 | 4 ms | 4.0 ms | {outcome.seconds * 1e3:.1f} ms | {error:+.0%} |" in text
 
 
+@pytest.mark.slow
 def test_steps_of_several_iterations_update_once(tiny: OperatorGraph, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(published, "graph_of", lambda *_, **__: tiny)
     data = with_tiny()

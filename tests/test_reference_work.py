@@ -123,6 +123,7 @@ def test_memory_begins_a_huge_page_and_is_used_again() -> None:
     assert again.state[kernel.REFERENCE_NS] == REFERENCE_NS / 2 and again.state[kernel.SPENT_NS] < 50_000_000
 
 
+@pytest.mark.slow
 def test_the_reference_is_what_samples_take() -> None:
     found = reference_work.measured_reference_ns()
     assert found is not None and 1_000 < found < 10_000_000

@@ -6,6 +6,8 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 from tests.sources import statements
 
 ROOT = Path(__file__).parent.parent
@@ -42,6 +44,7 @@ def found_in(file: str) -> dict[str, str]:
     return dict(too_large(file, (ROOT / file).read_text(encoding="utf-8")))
 
 
+@pytest.mark.slow
 def test_nothing_is_too_large_without_a_reason() -> None:
     assert {what: size for file in FILES for what, size in found_in(file).items() if what not in EXCEPTIONS} == {}
 

@@ -39,6 +39,7 @@ def wheel(released: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_the_source_distribution_has_the_package_alone(released: Path) -> None:
     (path,) = released.glob("*.tar.gz")
     with tarfile.open(path) as archive:
@@ -62,6 +63,7 @@ def test_wheel_declares_commands_and_license(wheel: Path) -> None:
     assert any(name.endswith("licenses/LICENSE") for name in archive.namelist())
 
 
+@pytest.mark.slow
 def test_wheel_works_alone(wheel: Path, tmp_path: Path) -> None:
     target = tmp_path / "site"
     with zipfile.ZipFile(wheel) as archive:  # a pure wheel: what pip does, without asking for its dependencies

@@ -141,6 +141,7 @@ def test_aiming_takes_no_time_from_measuring(monkeypatch: pytest.MonkeyPatch) ->
     assert seconds == [60.0, 60.0] and measured.seconds == 200.0 and measured.computations_left == 0
 
 
+@pytest.mark.slow
 def test_the_aim_is_what_the_plans_of_a_quick_search_need(monkeypatch: pytest.MonkeyPatch) -> None:
     graph, topology = soap.load(MODEL, plan_only=True).graph, soap.load_cluster(CLUSTER)
     seen: list[Any] = []

@@ -105,6 +105,7 @@ def test_by_default_it_measures_then_runs(made: MadeUp, tmp_path: Path, capsys: 
     assert record["measured"]["kept"] == "data_parallel"
 
 
+@pytest.mark.slow
 def test_the_report_says_what_it_cost(made: MadeUp, tmp_path: Path, capsys: Capsys) -> None:
     assert search(tmp_path / "s.json", "--json") == 0
     report = json.loads(capsys.readouterr().out)

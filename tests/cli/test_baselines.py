@@ -16,6 +16,7 @@ from tests.graph_builder import mlp
 from tests.strategies import CPU, cluster
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory_bytes", [2**30, 10_000])
 def test_the_compiled_simulator_says_the_same(memory_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     graph, topology = mlp(), cluster([2, 2], replace(CPU, memory_bytes=memory_bytes))

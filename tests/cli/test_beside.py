@@ -53,6 +53,7 @@ def test_jobs_beside_each_other_are_reported(command: list[str], tmp_path: Path,
     assert row[2] == "2" and row[-5] == f"{other['slowdown']:.2f}x"
 
 
+@pytest.mark.slow
 def test_what_cannot_be_beside_it_is_one_line(command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     own = [*command, "--devices", ",".join(FIRST), "--beside"]
     assert_refused(capsys, main, [*own, job(tmp_path, devices=FIRST)], 5, "device 'host0/gpu0' is in job 1 and in job 2; expected devices")

@@ -52,6 +52,7 @@ def report(capsys: Capsys, out: Path, bandwidth: str, *options: str) -> dict[str
     return found
 
 
+@pytest.mark.slow
 def test_the_fastest_plan_and_the_safe_one_are_both_written(tmp_path: Path, capsys: Capsys) -> None:
     """``--confidence`` says which of both is the answer; the other one goes into a file of its own."""
     out, safe_out, fastest_out = (tmp_path / name for name in ("s.json", "s.safe.json", "s.fastest.json"))
@@ -143,6 +144,7 @@ def test_it_says_so_to_people(tmp_path: Path, capsys: Capsys) -> None:
     assert "data_parallel, which it beats in 64 of 64 draws of the costs" in out
 
 
+@pytest.mark.slow
 def test_python_decides_alike(tmp_path: Path, capsys: Capsys) -> None:
     for confidence, given in ((None, ()), (0.99, ("--confidence", "0.99"))):
         found = api.find(MODEL, parse_cluster(described(CLOSE)), SearchOptions(budget=40, patience=0.5, confidence=confidence))

@@ -58,6 +58,7 @@ def priced(tmp_path: Path) -> dict[str, str]:
     return {name: str(path) for name, path in paths.items()}
 
 
+@pytest.mark.slow
 def test_the_fastest_cluster_s_strategy_is_written(tmp_path: Path, capsys: Capsys) -> None:
     out = tmp_path / "s.json"
     assert search(*clusters(SLOWEST, SLOW), "-o", str(out)) == 0

@@ -47,6 +47,7 @@ def files(tmp_path_factory: pytest.TempPathFactory, simulation: Simulation) -> t
     return predicted, str(ran)
 
 
+@pytest.mark.slow
 def test_a_scaled_emulation_is_written_in_the_cluster_s_time(
     files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str], simulation: Simulation
 ) -> None:
@@ -103,6 +104,7 @@ def test_missing_tasks_are_counted(capsys: pytest.CaptureFixture[str], tmp_path:
     assert capsys.readouterr().out.endswith("predicted but not measured: 16 update\nmeasured but not predicted: 1 forward\n")
 
 
+@pytest.mark.slow
 def test_another_strategy_is_refused(files: tuple[str, str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     other = str(tmp_path / "other.json")
     assert simulate([MODEL, "--cluster", CLUSTER, "--builtin", "megatron", "--timeline", other]) == 0
@@ -110,6 +112,7 @@ def test_another_strategy_is_refused(files: tuple[str, str], capsys: pytest.Capt
     assert_refused(capsys, main, [other, files[1]], 1, "timelines of different strategies", "expected two of the same")
 
 
+@pytest.mark.slow
 def test_another_model_is_refused(files: tuple[str, str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     other = str(tmp_path / "other.json")
     assert simulate([MODEL + "@16", "--cluster", CLUSTER, "--builtin", "data_parallel", "--timeline", other]) == 0

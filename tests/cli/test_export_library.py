@@ -52,6 +52,7 @@ def test_a_model_type_becomes_a_model_that_is_planned(family: str, capsys: pytes
     assert api.simulate(model, "p100-4x4", "data_parallel").makespan_ns > 0
 
 
+@pytest.mark.slow
 def test_a_folder_s_configuration_and_its_class(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Sizes are the folder's, settings change them, and the class that it names decides the task."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForSequenceClassification"], **LLAMA}))
@@ -62,6 +63,7 @@ def test_a_folder_s_configuration_and_its_class(tmp_path: Path, capsys: pytest.C
     assert not any(".layers.1." in tensor.name for tensor in graph.parameters)
 
 
+@pytest.mark.slow
 def test_weights_are_drawn_where_they_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["hf:gpt2", *GPT2, "--batch", "2", "--sequence", "8"]
     assert main(command) == 0

@@ -30,6 +30,7 @@ def test_says_what_it_gives_up_and_what_that_costs(tmp_path: Path, capsys: pytes
     assert '"""PyTorch\'s fully_shard torch 2.13: near a plan of SOAP for zoo:gpt:tiny@8 on h100-2x4' in Path(plan).read_text()
 
 
+@pytest.mark.slow
 def test_a_strategy_file_that_is_told_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     strategy, plan = str(tmp_path / "strategy.json"), str(tmp_path / "plan.sh")
     assert simulate([*GPT, "--builtin", "megatron:2+zero1", "-o", strategy]) == 0
@@ -42,6 +43,7 @@ def test_a_strategy_file_that_is_told_as_it_is(tmp_path: Path, capsys: pytest.Ca
     assert found["compared"] == [{"sharing": "zero1", "prefetch": 1, "ns": found["exported_ns"], "fits": True, "peak_bytes": ANY}]
 
 
+@pytest.mark.slow
 def test_says_what_it_compared_and_writes_the_fastest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = [*GPT, "--builtin", "fsdp", "--to", "fsdp2", "-o", str(tmp_path / "plan.py")]
     assert main(command) == 0
@@ -54,6 +56,7 @@ def test_says_what_it_compared_and_writes_the_fastest(tmp_path: Path, capsys: py
     assert found["sharing"] == "none" and found["exported_ns"] == min(own["ns"] for own in found["compared"])
 
 
+@pytest.mark.slow
 def test_mixed_precision_is_the_model_s(tmp_path: Path) -> None:
     plan = tmp_path / "plan.json"
     for _ in range(2):  # a file of its own may be written over
@@ -62,6 +65,7 @@ def test_mixed_precision_is_the_model_s(tmp_path: Path) -> None:
     assert document["bf16"]["enabled"] and not document["fp16"]["enabled"] and document["communication_data_type"] == "fp32"
 
 
+@pytest.mark.slow
 def test_memory_is_what_the_options_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = list[Topology]()
 
@@ -91,6 +95,7 @@ def test_what_is_wrong(command: list[str], code: int, words: str, tmp_path: Path
     assert not (tmp_path / "plan").exists()
 
 
+@pytest.mark.slow
 def test_samples_that_do_not_divide(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["zoo:gpt:tiny@6", "--cluster", "h100-4", "--builtin", "data_parallel", "--to", "fsdp2", "-o", str(tmp_path / "plan")]
     assert_refused(capsys, main, command, 5, "6 samples on 4 devices: PyTorch's fully_shard gives each device equally many")

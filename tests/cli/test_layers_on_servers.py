@@ -81,6 +81,7 @@ def test_what_stays_on_plain_servers_says_why() -> None:
     assert "none, as no tail keeps up" in layers_text({**found, "best": None})
 
 
+@pytest.mark.slow
 def test_bad_input_is_one_line(cluster: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["zoo:alexnet:tiny", "--cluster", str(cluster), "--costs", "estimate", "--builtin"]
     assert_refused(capsys, main, [*command, "data_parallel", "--least-gain", "0.2"], 2, "--least-gain without --builtin ralp")

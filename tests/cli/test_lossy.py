@@ -35,6 +35,7 @@ def test_training_without_compression_changes_no_plan(option: str, tmp_path: Pat
     assert_refused(capsys, search, [MODEL, "--cluster", CLUSTER, "-o", str(tmp_path / "s.json"), option], 2, option.split("=")[0], said)
 
 
+@pytest.mark.slow
 def test_plans_that_clip_wait_for_the_norm_whatever_they_send(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Without ``--lossy``, too: by as much as an all-reduce of eight bytes takes."""
     arguments = ["zoo:alexnet:tiny", "--cluster", "emulated:2x1@1Mbit/s", "--budget", "5", "--costs", "estimate", "--profile", "0"]

@@ -142,6 +142,7 @@ def test_an_output_may_not_be_an_input_or_another_output(tmp_path: Path) -> None
         command.check_outputs(parser, parser.parse_args(["zoo:gpt", "--builtin", "zero1", "--beside", str(read), "--timeline", str(read)]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["soap-search", "soap-schedule"])
 def test_where_the_command_prints_to_is_no_output(name: str, tmp_path: Path) -> None:
     """``-o FILE > FILE``, and ``-o /dev/stdout > FILE``: renaming the output to FILE would lose what is printed."""

@@ -39,6 +39,7 @@ def test_what_was_simulated_whole_although_it_can_be_folded(monkeypatch: pytest.
     assert plan_summary.dump(summary)
 
 
+@pytest.mark.slow
 def test_what_servers_keep_on_hosts_is_said_and_if_it_was_not_checked() -> None:
     known = preset("p100-4x4")
     unknown = replace(known, hosts=tuple(replace(host, memory_bytes=None) for host in known.hosts))
@@ -52,6 +53,7 @@ def test_what_servers_keep_on_hosts_is_said_and_if_it_was_not_checked() -> None:
         assert words in plan_summary.text(summary, "parameter_server") and summary["fits"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "samples", "idle", "why"),
     [("data_parallel", 8, 0, ""), ("data_parallel", 7, 1, ": 7 samples are too few for all"), ("single_device", 7, 7, "")],

@@ -290,6 +290,7 @@ def test_unwritable_output_is_found_before_the_work(option: str, capsys: pytest.
     assert_refused(capsys, main, command, 1, "cannot write", "create the folder")
 
 
+@pytest.mark.slow
 def test_model_that_fits_nowhere(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     cluster, out = tmp_path / "cluster.yaml", tmp_path / "s.json"
     types = (

@@ -121,6 +121,7 @@ def test_what_lacks_memory_is_told_without_simulating(
     assert "interrupted: the search was ended after 1 starts and 0 proposals, before a plan was found" in told and "lacks" in told
 
 
+@pytest.mark.slow
 def test_the_python_interface_keeps_to_its_seconds() -> None:
     found = soap.find(MODEL, CLUSTER, soap.SearchOptions(budget=20, seconds=1000))
     assert not found.brief and "decision" in found.__dict__ and "simulation" in found.__dict__  # nothing is left to do afterwards

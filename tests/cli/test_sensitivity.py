@@ -61,6 +61,7 @@ def test_what_cannot_be_asked_for(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_the_same_from_python() -> None:
     from soap import api
 

@@ -81,6 +81,7 @@ def test_rows_that_are_not_listed_are_counted() -> None:
 NO_COPIES = {"single_device", "model_parallel", "one_weird_trick", "hybrid", "parameter_server", "sparse_allgather"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "copies"), rows_often([("data_parallel", 8), ("megatron", 4)], [("megatron", 4)]))
 def test_a_folded_report_is_the_whole_one(
     name: str, copies: int, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -105,6 +106,7 @@ def test_a_folded_report_is_the_whole_one(
     assert f"{copies} copies of the model, on {devices // copies} devices each" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_says_why_it_was_not_folded(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(simulate, "MANY_TILES", 20)
     assert main([*COMMAND, "--builtin", "model_parallel"]) == 0

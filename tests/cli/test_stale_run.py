@@ -79,6 +79,7 @@ def needs_ray() -> None:
     pytest.importorskip("ray", reason="workers without state are started by Ray (the extra 'elastic')")
 
 
+@pytest.mark.slow
 def test_stale_strategy_trains(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     needs_ray()
     assert main(["async.json", *COMMON, "--optimizer", ADAGRAD, "--json", "--steps", "5", "--save", "kept"]) == 0

@@ -79,6 +79,7 @@ def test_a_full_disk_is_told_with_the_file_s_name(tmp_path: Path) -> None:
         log(StepMetrics(1, 2.0, 0.5))
 
 
+@pytest.mark.slow
 def test_no_half_a_line_is_left_where_the_disk_is_full(tmp_path: Path) -> None:
     program = (
         "import resource, sys; from soap.cli import checkpoints; from soap.runtime.training_options import StepMetrics\n"

@@ -59,6 +59,7 @@ def test_what_has_no_density_or_is_not_compressed_has_no_such_phase() -> None:
     assert compressing.warm_up_document(simulator, usual, (7, 3)) == []
 
 
+@pytest.mark.slow
 def test_commands_say_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "s.json"
     arguments = [MODEL, "--cluster", CLUSTER, "--budget", "30", "--costs", "estimate", "--profile", "0", "--verify", "0", "-o", str(out)]

@@ -113,6 +113,7 @@ def test_trains_like_one_process_though_a_server_is_lost(count: int, partitions:
         torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_averaged_steps_train_like_one_process_with_whole_batches(tmp_path: Path) -> None:
     """Steps of three leases, the last of one that is smaller. Leases come in any order; one is done again when all have pushed, and a
     server is lost with a step half counted. Adagrad, by which updates one by one would be others."""

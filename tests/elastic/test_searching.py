@@ -52,6 +52,7 @@ def test_bound_leaves_plans_out(graph: OperatorGraph) -> None:
     assert found.simulated < found.possible
 
 
+@pytest.mark.slow
 def test_descent_ends_where_no_change_is_better(graph: OperatorGraph) -> None:
     topology = CLUSTERS["mixed"]
     search = Search(graph, topology, RooflineCosts(topology), 8, parse("async"))
@@ -64,6 +65,7 @@ def test_descent_ends_where_no_change_is_better(graph: OperatorGraph) -> None:
     assert search.rate(best) >= max(map(search.rate, alike))
 
 
+@pytest.mark.slow
 def test_delays_count(graph: OperatorGraph) -> None:
     topology, costs = star(2), RooflineCosts(star(2))
     even = Search(graph, topology, costs, 8, parse("sync")).find()
@@ -97,6 +99,7 @@ def test_workers_share_the_samples_of_the_model(graph: OperatorGraph) -> None:
     assert len(said) == len(plans)  # none comes twice
 
 
+@pytest.mark.slow
 def test_many_tables_are_searched_without_counting_all_plans() -> None:
     g = GraphBuilder("many")
     found = [g.embedding(g.input(f"ids{i}", 12, 1, dtype="int64"), 6, 4, name=f"table{i}") for i in range(30)]

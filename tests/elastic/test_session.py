@@ -43,6 +43,7 @@ class Speaker:
         return os.environ.get(name, "")
 
 
+@pytest.mark.slow
 def test_all_of_it_listens_on_loopback_alone(cluster: Session) -> None:
     ray = module()
     ray.get(ray.remote(num_cpus=0)(Speaker).remote().environment.remote("HOME"))

@@ -136,6 +136,7 @@ def test_narrowest_link_is_the_limit(graph: OperatorGraph) -> None:
     assert found.link_bytes[2:4] == (into, out)
 
 
+@pytest.mark.slow
 def test_publications_bound_of_one_input_pipeline() -> None:
     """1008 entries of 20 bytes for each of 512 samples, at 150 MB/s: 14.5 batches a second leave one pipeline (with 1000: 14.6)."""
     graph = load_model("zoo:full_sparse", plan_only=True).graph
@@ -191,6 +192,7 @@ def test_synchronous_workers_go_with_the_slowest(graph: OperatorGraph) -> None:
     assert free.samples_per_second > both.samples_per_second and free.waiting_ns == (0, 0)
 
 
+@pytest.mark.slow
 def test_looser_bounds_are_no_slower_and_staleness_keeps_to_them(graph: OperatorGraph) -> None:
     delays = Delays(0.8, seed=1)
     words = ("sync", "bounded:1", "bounded:4", "async")
@@ -237,6 +239,7 @@ def test_rates_count_parts_of_leases_at_the_borders() -> None:
     assert rate_of([np.array([10, 20, 30]), np.array([5, 25, 45])], 10, 30) * 20 == pytest.approx(2 + (1 + 5 / 20) - 5 / 20)
 
 
+@pytest.mark.slow
 def test_error_says_how_far_seeds_are_apart(graph: OperatorGraph) -> None:
     plan = one_server(graph, 3, "sync")
     found = [steady(plan, graph, Fixed(front=20_000), delays=Delays(0.5, seed), most_leases=64) for seed in range(10)]

@@ -124,6 +124,7 @@ def with_three_threads(place: Placement, pipe: Connection) -> None:
         other.join()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [1.0, 0.1])
 def test_ranks_that_are_paced_have_no_quota(groups: CpuGroups, scale: float) -> None:
     spawn = get_context("spawn")
@@ -221,6 +222,7 @@ def on_host_0(place: Placement, address: str, pipe: Connection) -> None:
     pipe.send(grown(before, after))
 
 
+@pytest.mark.slow
 def test_ranks_are_on_their_hosts_and_cards_count(groups: CpuGroups) -> None:
     spawn = get_context("spawn")
     with emulated(PAIR) as emulation:

@@ -75,6 +75,7 @@ def test_the_fastest_that_fits_is_written_or_what_is_nearer_and_as_fast(target: 
     assert {one.configuration.sharing for one in found.compared} == {"none", "zero1", "fsdp"}
 
 
+@pytest.mark.slow
 @each
 def test_what_does_not_fit_is_not_written(target: str) -> None:
     """Data parallelism is the fastest of these, and takes most memory."""

@@ -140,6 +140,7 @@ def test_two_workers_of_one_device() -> None:
     assert max(outcome.missing) == 7, "attained: (D + 1) * Nm + Nm - 2, at the 8th"
 
 
+@pytest.mark.slow
 def test_two_workers_of_two_devices() -> None:
     plan = plan_for("alexnet:tiny", FOUR, 2, "bounded:0")
     assert [len(own) for own in plan.workers] == [2, 2]
@@ -159,6 +160,7 @@ def test_a_worker_may_end_long_behind_the_others() -> None:
     check_values(emulated(job, outcome), outcome)
 
 
+@pytest.mark.slow
 def test_waves_of_one_without_lag_are_synchronous_sgd_bit_for_bit() -> None:
     plan = plan_for("alexnet:tiny", PAIR, 1, "bounded:0")
     job = job_for("alexnet:tiny", plan, (4, 4))
@@ -261,6 +263,7 @@ def test_servers_keep_what_may_be_asked_for_and_say_what_they_do_not_know() -> N
             server.reply(question)
 
 
+@pytest.mark.slow
 def test_a_parameter_of_two_stages_is_refused() -> None:
     with pytest.raises(StrategyError, match=r"parameter '.*' is read in stages 0 and 1 of a worker; expected one stage"):
         plan_for("lstm_ptb:tiny", FOUR, 1, "bounded:0")

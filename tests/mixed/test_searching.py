@@ -44,6 +44,7 @@ def test_policies_differ_in_what_leaves_hosts(graph: OperatorGraph) -> None:
     assert found["ED"].activation_bytes == found["ED-local"].activation_bytes
 
 
+@pytest.mark.slow
 def test_all_workers_have_as_many_in_flight_as_the_least_has_memory_for(graph: OperatorGraph) -> None:
     """NP suffers from its smallest host, ED does not: there all workers are alike, and the small device gets a small stage."""
     topology = hosts("titanrtx", "p4000")

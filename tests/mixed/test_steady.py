@@ -99,6 +99,7 @@ def test_a_bound_makes_the_quick_one_as_slow_as_the_slow_one(bound: int) -> None
     assert free.samples_per_second == pytest.approx(BATCH * 1e9 * (1 + 1 / 3) / (FORWARD + BACKWARD), rel=1e-2)
 
 
+@pytest.mark.slow
 def test_looser_bounds_wait_less_at_random_delays() -> None:
     """And pull less: a pull takes all that servers have. Without a bound nobody waits, and each start takes what servers have."""
     topology, delays = gpus(4), Delays(1.0, seed=3)

@@ -81,6 +81,7 @@ def test_result_is_the_reference_s(files: list[bytes], zipped: int, chunk: int, 
         same(result(root / "out", SPEC), reference(SPEC, files))
 
 
+@pytest.mark.slow
 def test_all_files_are_the_same_whatever_the_cut(tmp_path: Path) -> None:
     draw = np.random.default_rng(5)
     row = b"1\t\t-4\tff\t3\ta\tb\tw\tl\tr\n"

@@ -69,6 +69,7 @@ def test_rows_are_counted_as_on_batches(batch: int) -> None:
         assert count == -(-different // (8 << level))
 
 
+@pytest.mark.slow
 def test_alpha_is_that_of_all_batches(data: Path) -> None:
     model = soap.load(sized("zoo:dlrm:tiny@8", str(data)), plan_only=True)
     graph = measure_rows_of(model, data)

@@ -118,6 +118,7 @@ def test_profiles_want_what_the_methods_do_to_the_model() -> None:
     assert compressions(GRAPH, 1, [Int8()]) == [] and not [one for one in wanted(GRAPH, FOUR, {}) if one.kind == COMPRESSION]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", EVERY, ids=lambda how: how.word)
 def test_every_work_can_be_timed(how: Compression) -> None:
     for work in works(how):

@@ -119,6 +119,7 @@ for i in range(40):
 """
 
 
+@pytest.mark.slow
 def test_two_processes_write_at_once(store: Store) -> None:
     root = Path(__file__).resolve().parents[2]
     writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(store.path), str(mark)], cwd=root) for mark in (1, 2, 3)]

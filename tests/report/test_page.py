@@ -68,6 +68,7 @@ def page() -> Parsed:
     return Parsed(text)
 
 
+@pytest.mark.slow
 def test_every_section_is_a_tab_with_pictures(page: Parsed) -> None:
     tabs = [own["aria-controls"] for tag, own in page.tags if tag == "button"]
     assert tabs == [section.key for section in SECTIONS]
@@ -100,6 +101,7 @@ def test_nothing_is_loaded_from_elsewhere(page: Parsed) -> None:
     assert policy is not None and policy.startswith("default-src 'none';") and "http" not in policy
 
 
+@pytest.mark.slow
 def test_names_of_others_do_not_become_markup() -> None:
     builder = GraphBuilder(name=EVIL)
     hidden = builder.linear(builder.input("x", 8, 16), 4, name=EVIL)
@@ -117,6 +119,7 @@ def test_labels_are_not_taken_for_tex() -> None:
     assert len(figures.plain("n" * 500, 40)) == 40
 
 
+@pytest.mark.slow
 def test_what_is_not_known_is_left_out_with_a_reason() -> None:
     tabs, left_out = tabs_of([Contents("nothing")])
     assert tabs == [] and len(left_out) == len(SECTIONS) and all(why for _, why in left_out)
@@ -126,6 +129,7 @@ def test_what_is_not_known_is_left_out_with_a_reason() -> None:
     assert "Search: the plan was not searched for here" in Parsed(render(replace(own, result=None))).text
 
 
+@pytest.mark.slow
 def test_two_plans_stand_side_by_side() -> None:
     own = usual()
     tabs, _ = tabs_of([own, replace(own, title="another", result=None)])
@@ -134,6 +138,7 @@ def test_two_plans_stand_side_by_side() -> None:
     assert searched.panes[0].blocks and not searched.panes[1].blocks and searched.panes[1].lacks
 
 
+@pytest.mark.slow
 def test_equal_contents_have_equal_tables_and_are_written_whole(tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     path.write_text("old")

@@ -83,6 +83,7 @@ CASES: dict[str, tuple[Plan, set[Pattern], bool]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_each_pattern_trains_like_one_process(four: Pool, name: str) -> None:
     plan, patterns, scattered = CASES[name]
@@ -102,6 +103,7 @@ def test_each_pattern_trains_like_one_process(four: Pool, name: str) -> None:
     assert sum(t.scattered_bytes for t in traffic) == steps * 8 * sum(volume(r.box) * len(r.devices) for r in (*sums, *back))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sequence parallel", "all-gather of uneven rows", "broadcast"])
 def test_equal_runs_give_equal_bits(four: Pool, name: str) -> None:
     plan = CASES[name][0]
@@ -163,6 +165,7 @@ def sums_of_sums() -> OperatorGraph:
     return g.build(g.mean(x, name="loss"))
 
 
+@pytest.mark.slow
 def test_values_go_with_their_last_reader(four: Pool) -> None:
     plan = plan_of(sums_of_sums(), split(FOUR, b=4), 4)
     for found in four.run(count_alive, plan):

@@ -196,6 +196,7 @@ def test_float16_is_trained_with_a_scaled_loss(pool: Pool, name: str) -> None:
     assert results[0][1][:3] == (True, 2.0**36, 4)
 
 
+@pytest.mark.slow
 def test_a_model_in_float16_is_scaled_unasked() -> None:
     scaled = LossScaler.of(soap.load("zoo:rnnlm:tiny", autocast="float16"), None)
     assert scaled is not None and scaled.options == LossScaling()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from soap.cluster.presets import local_topology
 from soap.profiles.roofline import RooflineCosts
 from soap.runtime.program.actions import ActionKind, part_of
@@ -27,6 +29,7 @@ def test_values_come_before_second_runs_and_go_behind_backward_passes() -> None:
     assert all(brought[f"l{i}.weight"] < again[0] for i in (2, 3, 4) if f"l{i}.weight" in brought)
 
 
+@pytest.mark.slow
 def test_both_together_hold_least() -> None:
     """Of enough samples: a layer that runs again needs all of its values at once."""
     graph = traced("zoo:gpt:tiny@32", "float64").graph

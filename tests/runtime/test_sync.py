@@ -8,6 +8,7 @@ import weakref
 from dataclasses import replace
 from typing import Any, cast
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -133,6 +134,7 @@ def test_other_backward_passes_are_left_alone() -> None:
     assert not sync.dense[own.shards[0]].any()
 
 
+@pytest.mark.slow
 def test_hooks_keep_nothing_alive() -> None:
     program = compile_program(plan_of(mlp(), split((0, 1), b=2)))
     shards = _shards(program.plan)

@@ -226,6 +226,7 @@ def test_a_region_keeps_the_order_of_its_dimensions_in_memory() -> None:
     assert copy.stride() == (2, 1, 4) and copy.data_ptr() != whole.data_ptr()
 
 
+@pytest.mark.slow
 def test_timing_changes_nothing_of_the_model() -> None:
     model = traced("zoo:resnet50:tiny", "float32")
     before = {name: tensor.clone() for name, tensor in {**model.parameters, **model.buffers}.items()}

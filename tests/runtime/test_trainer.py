@@ -193,6 +193,7 @@ def run_counted(plan: Plan) -> tuple[StepTimes, list[int]]:
         return measure_steps(trainer, model.inputs, 3, 2, card=card), asked
 
 
+@pytest.mark.slow
 def test_a_card_is_asked_before_the_first_timed_step_and_after_the_last(pool: Pool) -> None:
     results = pool.run(run_counted, MIXED)
     assert [asked for _, asked in results] == [[2, 5]] * len(results)

@@ -67,6 +67,7 @@ NAMED: dict[str, Plan] = {
 }
 
 
+@pytest.mark.slow
 def test_every_order_gives_the_same(pool: Pool) -> None:
     plan = NAMED["grids on any devices"]
     for seed in range(3):

@@ -57,6 +57,7 @@ def test_optimum_of_coupled_layers_is_found(edge_ns: int) -> None:
     assert search(graph, cluster([2]), costs, SearchOptions(budget=200)).cost_ns == exhaustive_search(graph, 2, costs).cost_ns
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("widths", [(4, 4, 4), (4, 64, 2), (64, 2, 64)])
 def test_optimum_of_simulated_models_is_found(widths: tuple[int, ...]) -> None:
     graph, topology = chain(8, *widths), cluster([2])
@@ -108,6 +109,7 @@ print(result.rows, sorted(result.strategy.operators.items()))
 """
 
 
+@pytest.mark.slow
 def test_order_of_hashes_does_not_matter() -> None:
     outputs = [
         subprocess.run([sys.executable, "-c", HASHED], env={"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True).stdout

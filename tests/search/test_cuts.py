@@ -119,6 +119,7 @@ def test_what_a_search_compares_at_cuts_is_bounded() -> None:
     assert found.cost_ns == simulator.makespan_ns(found.strategy)
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_not_taken() -> None:
     graph, topology = transformer(layers=1), cluster([2])
     simulator = Simulator(graph, topology, RooflineCosts(topology))
@@ -134,6 +135,7 @@ def test_what_does_not_fit_is_not_taken() -> None:
     assert all(simulator.makespan_ns(strategy) < simulator.makespan_ns(start) for strategy in asked[:20])
 
 
+@pytest.mark.slow
 def test_a_strategy_of_two_halves_is_reached_from_a_local_optimum() -> None:
     """LeNet on three devices: the convolutions on two of them, the rest on the third; from one device, polishing alone ends elsewhere."""
     graph, topology = lenet(), small_cluster(3)

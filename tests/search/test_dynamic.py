@@ -142,6 +142,7 @@ def test_candidates_are_limited() -> None:
     assert 0 < pair_count(space) < len(space.operators) ** 2 * MAX_CANDIDATES**2
 
 
+@pytest.mark.slow
 def test_it_beats_data_parallelism_where_matrices_are_large() -> None:
     simulator = simulator_for("zoo:alexnet", cluster([2, 2]))
     space = build_space(simulator.graph, 4)

@@ -120,6 +120,7 @@ def test_hosts_compress_together_where_that_pays() -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("training", [PLAIN, PlannedTraining(clips=True), PlannedTraining(kept=1, densest=0.25, dense=True)])
 def test_what_is_priced_is_what_is_trained(training: PlannedTraining) -> None:
     """By the search, to the nanosecond; with clipping a step takes longer, as sums and selections wait."""

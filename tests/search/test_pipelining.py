@@ -64,6 +64,7 @@ def start() -> Start:
     return best
 
 
+@pytest.mark.slow
 def test_a_pipeline_is_found_where_sums_of_gradients_are_dear() -> None:
     """Without anyone asking. The best strategy without micro-batches is slower, as only one stage would be at work at a time."""
     usual, plain = found(), found(pipelines=False)
@@ -91,6 +92,7 @@ def test_searches_that_expect_nothing_of_pipelines_are_as_without() -> None:
     assert results[0] == results[1]
 
 
+@pytest.mark.slow
 def test_a_search_may_begin_at_it_by_name_and_by_a_strategy() -> None:
     named = found(starts=[PIPELINE])
     assert {*named.start_costs} == {"data_parallel", PIPELINE}
@@ -100,6 +102,7 @@ def test_a_search_may_begin_at_it_by_name_and_by_a_strategy() -> None:
         found(initial=named.strategy, pins={"layers.0.fc": "b:4"})
 
 
+@pytest.mark.slow
 def test_moves_change_one_thing_and_know_when_they_are_legal() -> None:
     own = start().strategy
     legal = {move: 0 for move in PIPELINE_MOVES}

@@ -34,6 +34,7 @@ def test_lines_and_bars_are_the_result_s() -> None:
     assert [label.get_text() for label in moves.get_yticklabels()] == list(RESULT.acceptance)[::-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "start"), [("a.png", b"\x89PNG\r\n"), ("a.svg", b"<?xml"), ("a.PDF", b"%PDF")])
 def test_formats_and_equal_bytes(name: str, start: bytes) -> None:
     data = plot(RESULT, name)

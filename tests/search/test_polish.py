@@ -48,6 +48,7 @@ def test_what_was_polished_has_no_better_neighbour(case: tuple) -> None:  # type
     assert best_neighbour(simulator, space, outcome.strategy) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", often([mlp, convnet], [mlp]))
 def test_neighbours_that_do_not_fit_are_left_out(make: Callable[[], OperatorGraph]) -> None:
     graph, topology = make(), cluster([2, 2])

@@ -7,6 +7,8 @@ from collections import Counter
 from dataclasses import replace
 from math import exp
 
+import pytest
+
 from soap.profiles.roofline import RooflineCosts
 from soap.search.compiled.memory import MOVES
 from soap.search.compiled.runner import CompiledChain, CompiledSpace
@@ -24,6 +26,7 @@ SPACE = build_space(GRAPH, 2, syncs=sync_choices(GRAPH, TOPOLOGY, saving=True))
 COSTS, SHARED = RooflineCosts(TOPOLOGY), fsdp(GRAPH, TOPOLOGY)
 
 
+@pytest.mark.slow
 def test_a_chain_takes_each_by_its_time() -> None:
     simulator = Simulator(GRAPH, TOPOLOGY, COSTS)
     cost_ns = [simulator.makespan_ns(replace(SHARED, prefetch=ahead)) for ahead in range(MOST_PREFETCHED + 1)]

@@ -90,6 +90,7 @@ def test_nothing_is_recomputed_where_all_fits() -> None:
     assert not marks(found(AMPLE))
 
 
+@pytest.mark.slow
 def test_where_memory_binds_runs_are_recomputed_and_nothing_else_fits() -> None:
     kept = max(SIMULATOR.run(data_parallel(GRAPH, AMPLE)).peak_bytes)
     least = max(SIMULATOR.run(recomputed(GRAPH, data_parallel(GRAPH, AMPLE))).peak_bytes)

@@ -58,6 +58,7 @@ def test_sparse_parameters_have_every_choice_and_dense_ones_what_is_asked() -> N
     assert set(both) == {SyncConfig(), GATHER, *servers(1, 2), *servers(1, 2, local=True)}
 
 
+@pytest.mark.slow
 def test_sharded_parameters_are_searched_where_nothing_else_fits() -> None:
     """Devices have what data parallelism with sharded parameters needs, which is less than without."""
     g, usual = GraphBuilder(), cluster([4], GPU)

@@ -36,6 +36,7 @@ def test_equal_seeds_give_equal_files_on_one_core_and_on_two() -> None:
     assert found.cost_ns < min(start.cost_ns for start in found.starts)
 
 
+@pytest.mark.slow
 def test_the_ladder_cools_down_to_beta_and_keeps_its_order() -> None:
     simulator = api.simulator_for("zoo:rnnlm:tiny", "p100-4x4")
     graph, topology = simulator.graph, simulator.topology
@@ -63,6 +64,7 @@ def test_time_ends_a_search_and_nonsense_is_refused() -> None:
         search(*arguments, SearchOptions(budget=10, seconds=0))
 
 
+@pytest.mark.slow
 def test_a_cluster_of_little_memory_is_respected() -> None:
     """Devices that hold a part of the model, but not all of it."""
     simulator = api.simulator_for("zoo:rnnlm:tiny", "p100-4x4")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import event, given
 
 from soap.cluster.topology import Topology
@@ -32,6 +33,7 @@ def passes_of(tasks: TaskGraph, schedule: Schedule) -> list[list[tuple[TaskKind,
     return [[(kind, tile) for _, kind, tile in sorted(own, key=lambda each: each[0])] for own in found]
 
 
+@pytest.mark.slow
 @MANY
 @given(cases(servers=True))
 def test_passes_run_in_the_order_of_the_program(case: tuple[OperatorGraph, Topology, Strategy]) -> None:

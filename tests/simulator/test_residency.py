@@ -278,6 +278,7 @@ def test_a_sum_that_a_device_does_not_read_is_there_until_its_gradient_comes() -
     assert held[12] == held[0] + total and held[96] == held[12] + total and set(held) == {0, 12, 96, 168, 192, 193}
 
 
+@pytest.mark.slow
 @MANY
 @given(cases(servers=True))
 def test_between_what_tasks_need_and_the_bound(case: tuple[OperatorGraph, Topology, Strategy]) -> None:
@@ -328,6 +329,7 @@ def working_sets(tasks: TaskGraph, schedule: Schedule) -> list[tuple[int, int, i
     return found
 
 
+@pytest.mark.slow
 @MANY
 @given(cases(servers=True))
 def test_the_kinds_of_what_is_held_add_up_to_the_peak(case: tuple[OperatorGraph, Topology, Strategy]) -> None:

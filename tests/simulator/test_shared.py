@@ -86,6 +86,7 @@ def test_engines_of_other_draws_share_all_but_what_is_drawn() -> None:
     assert costs.asked == asked
 
 
+@pytest.mark.slow
 def test_draws_that_nobody_has_any_more_are_let_go() -> None:
     graph, topology = mlp(), cluster([2, 2], CPU)
     costs = RooflineCosts(topology)

@@ -44,6 +44,7 @@ def test_its_steps_are_those_of_its_template() -> None:
         assert own.among == (0, 2) and [flows for flows, _ in collect.rounds] == [((1, 0, own.summed_bytes), (3, 2, own.summed_bytes))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_delta_full_and_reference_are_equal(seed: int) -> None:
     for number, topology in enumerate(clusters()):

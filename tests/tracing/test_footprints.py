@@ -169,6 +169,7 @@ class Convolved(torch.nn.Module):
         return self.second(self.first(x)).square().sum()
 
 
+@pytest.mark.slow
 def test_parts_of_a_convolution_keep_wide_copies_of_weights_however_few_samples() -> None:
     """Of a tile that is cut along the image, too."""
     exported = torch.export.export(Convolved(), (torch.zeros(32, 4, 8, 8),))
@@ -210,6 +211,7 @@ class Layers(torch.nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.slow
 def test_however_many_layers_each_kind_of_operator_runs_and_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     ran, run = [], _Trials._run
     monkeypatch.setattr(_Trials, "_run", lambda self, tile, regions: ran.append(tile) or run(self, tile, regions))

@@ -46,6 +46,7 @@ def test_missing_corrupt_and_truncated_files(saved: Path, tmp_path: Path) -> Non
     _refused(tmp_path, "is not a .pt2 archive")
 
 
+@pytest.mark.slow
 def test_the_model_alone_holds_its_parameters(tmp_path: Path) -> None:
     """So who frees them frees their memory. What is traced again has none, and knows still which are tied or frozen."""
     tied, frozen = nn.Linear(3, 3), nn.Linear(3, 3).requires_grad_(False)

@@ -95,6 +95,7 @@ def found(graph: OperatorGraph, op: Operator, tile: Tile, own: Footprint) -> Tak
     return Taken(kept + operand_bytes(graph, op, tile, own.keeps), kept + own.forward_bytes, kept + own.backward_bytes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("way", "transposed"), rows_often([*product(WAYS, (False, True))], [("float32", False), ("bfloat16", True)]))
 def test_no_tile_takes_more_than_is_predicted(way: str, transposed: bool) -> None:
     """But for what is too little to be looked into."""
@@ -118,6 +119,7 @@ def test_no_tile_takes_more_than_is_predicted(way: str, transposed: bool) -> Non
     assert median(ratios[False]) <= MOST_OVER, ratios
 
 
+@pytest.mark.slow
 def test_strided_tiles_keep_wide_copies_of_image_and_weight() -> None:
     """By hand: 4 bytes for each element of what a tile reads, padding included, and of the weight; not of a tile with all of both. Between
     the lengths that were tried some more: a side that is nearly whole counts as whole where the other one is small."""

@@ -54,6 +54,7 @@ def shapes(samples: int, length: int = 5) -> list[tuple[int, ...]]:
     return [tuple(tensor.shape) for tensor in inputs(samples, length)]
 
 
+@pytest.mark.slow
 def test_an_open_program_is_the_fixed_one_of_its_examples(paths: Path) -> None:
     fixed, opened = (load_model(paths / name) for name in ("six.pt2", "open.pt2"))
     assert opened.graph.hash == fixed.graph.hash

@@ -59,6 +59,7 @@ def loss_of(model: Any) -> float:
     return float(model.reference_loss(model.example_inputs, model.parameters, TileContext(0, 0, dict(model.buffers))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", often([TIED, COUNTED], [TIED]))
 def test_without_weights_it_is_the_same_model(name: str, made: Made) -> None:
     module, files = made(name)
@@ -219,6 +220,7 @@ def test_weights_of_another_floating_point_type_become_the_model_s(made: Made, t
         assert {tensor.dtype for tensor in trainer.state_dict().values()} == {torch.float32}
 
 
+@pytest.mark.slow
 def test_a_module_all_on_the_meta_device_lacks_its_buffers_values(tmp_path: Path) -> None:
     with torch.device("meta"):
         module, inputs = ARCHITECTURES[COUNTED]()

@@ -195,6 +195,7 @@ def test_batches_begin_with_the_models_own_and_differ() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.slow
 def test_batch_0() -> None:
     with pytest.raises(ModelError, match=r"^zoo model 'gpt@0' has batch 0: expected at least 1 sample, such as gpt@64$"):
         zoo.build("gpt@0")

@@ -72,6 +72,7 @@ def trained(compression: Compression | None, steps: int = 40, ranks: int = 4) ->
     return [emulation.step(batch(step, ranks)) for step in range(steps)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "compression",
     [Rgc(0.05), RgcAsq(0.05), Chunked(0.05), PowerSgd(2), Bf16(), Int8()],

@@ -276,6 +276,7 @@ def test_what_certainly_fits_is_not_asked_for() -> None:
     assert sum(counts.accepted for counts in chain.moves.values()) > 0
 
 
+@pytest.mark.slow
 def test_synchronizations_follow_the_boltzmann_distribution() -> None:
     case = enumerated()
     syncs = (SyncConfig(), parameter_server(2))

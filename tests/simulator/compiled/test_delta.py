@@ -36,6 +36,7 @@ TRAININGS = (PLAIN, PlannedTraining(clips=True))
 """Whether ranks clip their gradients before they send them, if some are compressed."""
 
 
+@pytest.mark.slow
 @settings(MANY, suppress_health_check=list(HealthCheck))
 @given(walks(), st.booleans(), st.sampled_from((1, 1_000, chunks.GPU_CHUNK_NS)), st.sampled_from(TRAININGS))
 def test_random_walks(walk: Walk, launched: bool, shortest_ns: int, training: PlannedTraining) -> None:

@@ -53,6 +53,7 @@ def check(memory: MemorySum, simulator: Simulator, strategy: Strategy) -> None:
     assert all(curve.peak_bytes <= most for curve, most in zip(curves, memory.most_bytes(), strict=True))
 
 
+@pytest.mark.slow
 @settings(suppress_health_check=list(HealthCheck))
 @given(
     case=cases(max_moves=5, max_tiles=4, servers=True, ports=True),
