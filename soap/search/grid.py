@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from soap.cluster.topology import Topology
-from soap.model.batch import samples_of
+from soap.model.batch import MAX_MICROBATCHES, samples_of
 from soap.model.graph import Operator, OperatorGraph
 from soap.plan.copies import LEFT
 from soap.search.pipelines import CHUNKS, PER_STAGE
@@ -65,7 +65,7 @@ def mixtures(graph: OperatorGraph, topology: Topology, rough: RoughCosts, optimi
             copies = count // (tensor * stages)
             if count % (tensor * stages) or stages > len(graph.operators):
                 continue
-            for parts in _parts(samples // copies, stages):
+            for parts in _parts(min(samples // copies, MAX_MICROBATCHES), stages):
                 if tensor * stages * parts == 1:
                     continue
                 busy_ns = own.passes_ns + own.again_ns[extent]

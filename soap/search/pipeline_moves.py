@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 
-from soap.model.batch import MicroBatches, sample_factor
+from soap.model.batch import MAX_MICROBATCHES, MicroBatches, sample_factor
 from soap.model.graph import OperatorGraph
 from soap.schedules.named import SCHEDULES, NamedSchedule, parse
 from soap.search.metropolis import Proposal
@@ -74,7 +74,7 @@ class _Pipeline:
         """Twice as many micro-batches, or half as many."""
         count = self._strategy.microbatches
         for other in (2 * count, count // 2):
-            if other > 1:
+            if 1 < other <= MAX_MICROBATCHES:
                 yield self._whole(MICROBATCHES, {"microbatches": other})
 
     def schedules(self) -> Iterator[Proposal]:

@@ -17,7 +17,7 @@ import numpy as np
 
 from soap.cluster.topology import Topology
 from soap.errors import ScheduleError
-from soap.model.batch import MicroBatches
+from soap.model.batch import MAX_MICROBATCHES, MicroBatches
 from soap.model.graph import OperatorGraph
 from soap.schedules.checking import check
 from soap.schedules.dependencies import Dependencies
@@ -152,7 +152,7 @@ def _tensor_widths(prices: StagePrices, topology: Topology, widths: Sequence[int
 def _microbatches(samples: int, width: int, stages: int) -> Iterator[int]:
     """Powers of two of which every device gets a sample. ``width``: devices that divide the samples."""
     count = 2
-    while count * width <= samples and count <= PER_STAGE * stages:
+    while count * width <= samples and count <= min(PER_STAGE * stages, MAX_MICROBATCHES):
         yield count
         count *= 2
 

@@ -10,24 +10,37 @@ import pytest
 
 from soap.cluster.topology import Topology
 from soap.errors import InfeasibleError
+from soap.model.batch import MAX_MICROBATCHES
+from soap.model.graph import OperatorGraph
 from soap.profiles.roofline import RooflineCosts
 from soap.search import all_starts, chains
 from soap.search.grid import Mixture, mixtures, pipelines_may_pay
 from soap.search.options import SearchOptions
+from soap.search.pipeline_moves import MICROBATCHES, pipeline_moves
 from soap.search.rough_costs import RoughCosts
 from soap.simulator.incremental import IncrementalSimulator
 from soap.simulator.simulate import Simulator
 from soap.strategy.named import RECOMPUTE, named
 from soap.strategy.stages import devices_of_stages
-from tests.graph_builder import transformer
+from tests.graph_builder import mlp, transformer
 from tests.strategies import CPU, GPU, cluster
 
 GRAPH, TOPOLOGY = transformer(batch=16, layers=4), cluster([4, 4], GPU)
 
 
-def grid(topology: Topology = TOPOLOGY, *, recompute: bool = True) -> dict[str, Mixture]:
-    rough = RoughCosts(GRAPH, topology, RooflineCosts(topology))
-    return {own.name: own for own in mixtures(GRAPH, topology, rough, 2, recompute=recompute)}
+def grid(topology: Topology = TOPOLOGY, *, recompute: bool = True, graph: OperatorGraph = GRAPH) -> dict[str, Mixture]:
+    rough = RoughCosts(graph, topology, RooflineCosts(topology))
+    return {own.name: own for own in mixtures(graph, topology, rough, 2, recompute=recompute)}
+
+
+def test_no_more_micro_batches_than_a_strategy_may_have() -> None:
+    """Of more samples than that for each device, neither in the grid nor by a pipeline's moves."""
+    graph, topology = mlp(batch=4 * MAX_MICROBATCHES), cluster([1, 1], GPU)
+    counts = [int(name.rpartition(":")[2]) for name in grid(topology, graph=graph) if "microbatches" in name]
+    assert max(counts) == MAX_MICROBATCHES
+    name = next(name for name in grid(topology, graph=graph) if name.endswith(f":{MAX_MICROBATCHES}"))
+    moves = pipeline_moves(graph, named(name, graph, topology))
+    assert {move.strategy.microbatches for move in moves if move.move == MICROBATCHES} == {MAX_MICROBATCHES // 2}
 
 
 def test_names_are_those_that_users_may_give() -> None:
