@@ -159,6 +159,8 @@ class Engine:
     _edit: Edit
     _trial: Trial
     _other: Trial
+    _read: Ints
+    """``State.dev_ptr`` when ``settle`` last read configurations."""
 
     drawing: Drawing = NO_DRAWING
     """For compiled code: what plays the strategy under draws of the costs (``drawn_engine``)."""
@@ -365,8 +367,9 @@ class Engine:
             self.trial, self.other = self.other, self.trial
             self._trial, self._other = self._other, self._trial
         self.makespan_ns = makespan_ns
-        C = self.state
-        for position in range(len(self._configs)):
+        C, read = self.state, self._read
+        self._read = C.dev_ptr.copy()
+        for position in np.flatnonzero((read != self._read)[: len(self._configs)]).tolist():  # a change puts devices behind all others
             first, tiles = int(C.dev_ptr[position]), int(C.tiles[position])
             own = C.variant[position], C.dev[first : first + tiles], C.replicas[position], C.marked[position]
             self._configs[position] = self.config(position, *own)
@@ -420,6 +423,7 @@ class Engine:
     def _lower_all(self, *held: Ints) -> None:
         self.state.sync[: len(self._codes)], self.state.prefetch[0] = self._codes, self._loaded.prefetch
         lower_all(self.world, handle(Held(*held)))
+        self._read = self.state.dev_ptr.copy()
 
     def _renew_state(self) -> None:
         """Drop the old blocks of accepted changes; if there are none, grow. Then lower and simulate again."""

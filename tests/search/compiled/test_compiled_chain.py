@@ -22,6 +22,7 @@ from soap.search.compiled.runner import DEFAULT_WEIGHTS, CompiledChain, Compiled
 from soap.search.constraints import brought_inside, parse
 from soap.search.space import OperatorSpace, Space, build_space, make_config
 from soap.search.starts import different, reference_strategies, starting_strategies
+from soap.simulator import engine
 from soap.simulator.drawn_engine import DrawnEngine
 from soap.simulator.drawn_times import drawn_times
 from soap.simulator.draws import Draws, Risk
@@ -274,6 +275,25 @@ def test_what_certainly_fits_is_not_asked_for() -> None:
     chain.run(500, beta=12.0, focus=1.0, fits=lambda strategy: asked.append(strategy) is not None)
     assert asked == []
     assert sum(counts.accepted for counts in chain.moves.values()) > 0
+
+
+def test_only_operators_that_changed_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    case, read = enumerated(), list[OpConfig]()
+    chain = CompiledChain(CompiledSpace(case.space, case.topology, case.costs), case.start, seed=5, proposals=500)
+    usual = engine.read_config
+    monkeypatch.setattr(engine, "read_config", lambda held, *own: read.append(held) or usual(held, *own))
+    assert chain.strategy == case.start and read == []
+    for last in range(1, 500):
+        chain.run(last, beta=12.0, focus=1.0)
+        read.clear()
+        before, after = chain.engine._configs.copy(), chain.strategy
+        (logged,) = chain.log(last - 1)
+        assert len(read) == logged.operators * logged.accepted
+        found = Engine(case.graph, case.topology, case.costs)
+        if logged.accepted:
+            assert after.operators != dict(zip(after.operators, before, strict=True))
+            found.load(after)
+            assert found.simulate() == chain.cost_ns
 
 
 @pytest.mark.slow
