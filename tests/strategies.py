@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from typing import get_args
 
 from hypothesis import strategies as st
 
@@ -20,7 +21,7 @@ from soap.strategy.consistency import SYNC
 from soap.strategy.marks import FEATURES, marks_of, with_mark
 from soap.strategy.stages import chunks_of, stages_of_chunks
 from soap.strategy.sync import SHARDED, SHARDED_IN_HOSTS, SHARDED_STATE, SPARSE_ALL_GATHER, compressed, parameter_server
-from soap.strategy.sync_contracts import WITHIN
+from soap.strategy.sync_contracts import Within
 from soap.strategy.workers import Workers
 from tests.graph_builder import ATTRIBUTE, GraphBuilder
 
@@ -36,6 +37,8 @@ MOVES = (
     "shared", "table", "state", "frozen",
 )  # fmt: skip
 """What ``graphs`` may add to a graph."""
+
+WITHIN: tuple[Within, ...] = get_args(Within)
 
 
 def boxes(dimensions: int, *, most: int = 8, allow_empty: bool = False) -> st.SearchStrategy[Box]:

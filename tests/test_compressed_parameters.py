@@ -23,9 +23,9 @@ from soap.strategy.compression import Bf16, Chunked, Compression, Int8, PowerSgd
 from soap.strategy.config import Strategy, SyncConfig
 from soap.strategy.json_file import dumps, loads, strategy_hash
 from soap.strategy.sync import compressed
-from soap.strategy.sync_contracts import WITHIN, Within
+from soap.strategy.sync_contracts import Within
 from tests.graph_builder import GraphBuilder
-from tests.strategies import CPU, cluster
+from tests.strategies import CPU, WITHIN, cluster
 
 FOUR = cluster([1, 1, 1, 1], CPU)
 EVERY = (

@@ -23,6 +23,7 @@ from threading import Lock
 from typing import NamedTuple
 
 from soap.search.compiled.runner import DEFAULT_WEIGHTS, CompiledChain, CompiledSpace, Fits, Logged
+from soap.search.record import MoveCount
 from soap.simulator.engine import Engine
 from soap.strategy.config import Strategy
 
@@ -173,7 +174,7 @@ class Tempering:
         self._spread()
 
 
-def _adapted(moves: Sequence[Mapping[str, tuple[int, int, int, int]]]) -> dict[str, float]:
+def _adapted(moves: Sequence[Mapping[str, MoveCount]]) -> dict[str, float]:
     """Draw moves that are accepted more often more often, within limits."""
     shares = {}
     for move in DEFAULT_WEIGHTS:

@@ -71,7 +71,7 @@ class TaskList:
         tasks = (replace(self.tasks[i], predecessors=tuple(sorted(places[p] for p in self.tasks[i].predecessors))) for i in order)
         return tuple(tasks), places
 
-    def _add_chunks(
+    def _communication(
         self,
         place: tuple[int, ...],
         name: str,
@@ -82,10 +82,11 @@ class TaskList:
         size: int,
         flows: tuple[Flow, ...],
         cpu_overhead_ns: int,
+        chunked: bool,
     ) -> int:
-        """Add a communication without latency, in chunks where it is cut (``chunks``). The chunks have one name and run one after the
-        other. The last one carries all bytes and flows; its position is returned."""
-        count = chunk_count(duration_ns, self._shortest_chunk_ns)
+        """Add a communication without latency, if it is ``chunked`` in chunks where it is cut (``chunks``). The chunks have one name and
+        run one after the other. The last one carries all bytes and flows; its position is returned."""
+        count = chunk_count(duration_ns, self._shortest_chunk_ns) if chunked else 1
         if count == 1:
             return self.add(place, name, kind, resources, duration_ns, after, size, flows=flows, cpu_overhead_ns=cpu_overhead_ns)
         times = zip(parts(duration_ns, count), parts(cpu_overhead_ns, count), strict=True)
@@ -182,9 +183,7 @@ class TaskList:
             self._exchange_links[pairs] = self._link_resources(flow_links(self.topology, flows))
         size = sum(size for *_, size in flows)
         resources = (*devices, *self._exchange_links[pairs])
-        if chunked:
-            return self._add_chunks(place, name, kind, resources, duration_ns, after, size, flows, cpu_overhead_ns)
-        return self.add(place, name, kind, resources, duration_ns, after, size, flows=flows, cpu_overhead_ns=cpu_overhead_ns)
+        return self._communication(place, name, kind, resources, duration_ns, after, size, flows, cpu_overhead_ns, chunked)
 
     def all_reduce(
         self,
@@ -202,9 +201,7 @@ class TaskList:
         cpu_overhead_ns = self.topology.cpu_overhead.of_all_reduce(len(set(devices))).busy_ns(duration)
         moved = self.communication.allreduce_bytes(size, devices)
         resources = self._link_resources(links)
-        if chunked:
-            return self._add_chunks(place, name, kind, resources, duration, after, moved, (), cpu_overhead_ns)
-        return self.add(place, name, kind, resources, duration, after, moved, cpu_overhead_ns=cpu_overhead_ns)
+        return self._communication(place, name, kind, resources, duration, after, moved, (), cpu_overhead_ns, chunked)
 
     def parted(
         self,
@@ -220,9 +217,7 @@ class TaskList:
         duration, links = self.communication.collective(collective)
         cpu_overhead_ns = self.topology.cpu_overhead.of_all_reduce(len(collective.groups[0])).busy_ns(duration)
         moved, resources = collective.moved_bytes, self._link_resources(links)
-        if chunked:
-            return self._add_chunks(place, name, kind, resources, duration, after, moved, (), cpu_overhead_ns)
-        return self.add(place, name, kind, resources, duration, after, moved, cpu_overhead_ns=cpu_overhead_ns)
+        return self._communication(place, name, kind, resources, duration, after, moved, (), cpu_overhead_ns, chunked)
 
     def _link_resources(self, links: Iterable[int]) -> tuple[int, ...]:
         return tuple(self.topology.device_count + link for link in links)

@@ -33,17 +33,14 @@ MOST_RANK = 2**20
 class Compression:
     """A method of compressing gradients with its settings. StrategyError if a setting is out of range.
 
-    ``name``: in ``parse``, commands and files. ``number``: which setting a number behind the colon means. ``exact_sums``: whether what a
-    rank sends and what it keeps add up to what it had, bit for bit; otherwise only to within rounding. ``summed_state``: tensors of the
-    parameter's shape that each rank keeps for itself from step to step, and whose sum over the ranks matters: a checkpoint holds them per
-    rank, another number of ranks goes on from the sum. ``common_state``: tensors that are equal on all ranks.
+    ``name``: in ``parse``, commands and files. ``number``: which setting a number behind the colon means. ``summed_state``: tensors of
+    the parameter's shape that each rank keeps for itself from step to step, and whose sum over the ranks matters: a checkpoint holds them
+    per rank, another number of ranks goes on from the sum.
     """
 
     name: ClassVar[str]
     number: ClassVar[str] = ""
-    exact_sums: ClassVar[bool] = False
     summed_state: ClassVar[tuple[str, ...]] = ("residual",)
-    common_state: ClassVar[tuple[str, ...]] = ()
     json_form: ClassVar[Form]
 
     @property
@@ -81,7 +78,6 @@ class Rgc(Compression):
 
     name: ClassVar[str] = "rgc"
     number: ClassVar[str] = "density"
-    exact_sums: ClassVar[bool] = True
     density: float = DENSITY
     selection: Selection = "policy"
     ragged: bool = False
@@ -140,7 +136,6 @@ class PowerSgd(Compression):
 
     name: ClassVar[str] = "powersgd"
     number: ClassVar[str] = "rank"
-    common_state: ClassVar[tuple[str, ...]] = ("right",)
     rank: int = 2
 
     def __post_init__(self) -> None:

@@ -25,10 +25,6 @@ them; of what readers own in parts each host has a copy in parts (HSDP), so that
 DENSE, ROWS, COMPRESSED = "dense", "rows", "compressed"
 """Payloads: whole gradients, the rows that a step touches, or what a compressor makes of them."""
 
-OWNERS: tuple[Owner, ...] = ("readers", "parts", "servers")
-RESIDENCES: tuple[Residence, ...] = ("kept", "gathered")
-WITHIN: tuple[Within, ...] = ("none", "host")
-
 MAX_PARTITIONS = 4096
 """Upper limit of the partitions on servers: above any host's cores, and few enough to simulate."""
 MAX_PREFETCH = 4096
@@ -52,9 +48,9 @@ class Contract:
     word: str
     owner: Owner
     payload: str
-    residence: Residence
+    residence: Residence = "kept"
     parameters: Literal["all", "dense", "sparse"]
-    exact: bool
+    exact: bool = True
     within: tuple[Within, ...] = ("none",)
     most_partitions: int = 1
     state: tuple[str, ...] = ()
@@ -107,9 +103,7 @@ ALL_REDUCE = Contract(
     word="allreduce",
     owner="readers",
     payload=DENSE,
-    residence="kept",
     parameters="all",
-    exact=True,
     offloads=True,
 )
 """Gradients are summed over the readers, each of which updates its copy. The default method."""
@@ -121,18 +115,14 @@ METHODS: list[Contract] = [
         word="allgather",
         owner="readers",
         payload="rows",
-        residence="kept",
         parameters="sparse",
-        exact=True,
     ),
     Contract(
         name="parameter_server",
         word="parameter_server",
         owner="servers",
         payload="dense",
-        residence="kept",
         parameters="dense",
-        exact=True,
         within=("none", "host"),
         most_partitions=MAX_PARTITIONS,
     ),
@@ -143,7 +133,6 @@ METHODS: list[Contract] = [
         payload="rows",
         residence="gathered",
         parameters="sparse",
-        exact=True,
         within=("none", "host"),
         most_partitions=MAX_PARTITIONS,
     ),
@@ -152,7 +141,6 @@ METHODS: list[Contract] = [
         word="compressed",
         owner="readers",
         payload=COMPRESSED,
-        residence="kept",
         parameters="dense",
         exact=False,
         within=("none", "host"),
@@ -162,9 +150,7 @@ METHODS: list[Contract] = [
         word="zero",
         owner="parts",
         payload=DENSE,
-        residence="kept",
         parameters="all",
-        exact=True,
         within=("none", "host"),
         offloads=True,
     ),
@@ -175,7 +161,6 @@ METHODS: list[Contract] = [
         payload=DENSE,
         residence="gathered",
         parameters="all",
-        exact=True,
         within=("none", "host"),
         host_word="hsdp",
         offloads=True,

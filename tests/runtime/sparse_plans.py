@@ -12,8 +12,7 @@ from soap.model.graph import FactorKind, OperatorGraph
 from soap.strategy.classical import random_strategy
 from soap.strategy.config import OpConfig, Strategy, SyncConfig
 from soap.strategy.sync import SHARDED, SHARDED_IN_HOSTS, SHARDED_STATE, SPARSE_ALL_GATHER, fitted, parameter_server
-from soap.strategy.sync_contracts import WITHIN
-from tests.strategies import CPU, cluster
+from tests.strategies import CPU, WITHIN, cluster
 
 
 def hosts(*devices: int) -> Topology:

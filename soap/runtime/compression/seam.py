@@ -58,7 +58,7 @@ class State:
     """What one rank keeps of one parameter from step to step, for checkpoints.
 
     ``summed``: flat tensors of the parameter's size, this rank's own (``Compression.summed_state``). ``common``: tensors that are equal on
-    all ranks (``Compression.common_state``). ``own``, ``numbers``: what means nothing to another number of ranks, as a reused threshold
+    all ranks. ``own``, ``numbers``: what means nothing to another number of ranks, as a reused threshold
     and its age; numbers that are equal on all ranks (the sign whose turn it is) go on. ``step``: what the exchanges of a step hand on to
     each other and to ``Compressor.sent``; it need not be saved.
     """

@@ -88,7 +88,6 @@ def advance(
         decision = log(uniform(X))
         log_ratio = propose(W, Z, E, move, focus)
         if log_ratio == NO_EFFECT:
-            X.idle[move] += 1
             idle += 1
             at[STEP] += 1
             at[BEFORE] = at[RANDOM]
@@ -113,7 +112,6 @@ def advance(
             at[COST], at[USUAL] = cost, usual
             _note(Q, X, E)
             if cost < at[BEST]:
-                X.gained[move] += at[BEST] - cost
                 at[BEST] = cost
                 _keep_best(C, X)
         else:

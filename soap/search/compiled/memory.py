@@ -37,8 +37,7 @@ class ChainTables(NamedTuple):
 
     By operator: ``grid``, its current grid (-1: outside of the space); ``structured``, 1 if its placement is structured. ``variant``: by
     operator and grid, in the order of ``GridTables.estimate``; -1 if not made yet. By move: ``weight``, how often it is drawn;
-    ``proposed``, ``accepted``, ``idle`` (draws without effect); ``gained``, ns by which its accepted proposals have improved the chain's
-    best cost. ``best_…``: the best strategy, as in ``State`` (``best_sync``: by parameter).
+    ``proposed``, ``accepted``. ``best_…``: the best strategy, as in ``State`` (``best_sync``: by parameter).
 
     The log, one entry per evaluated proposal: ``log_move``, ``log_operator`` (the first operator; -1 - parameter if a parameter changes, or
     the prefetch, for which the first gathered one stands), ``log_count`` (operators), ``log_cost`` (ns; -1 if over the bound),
@@ -62,8 +61,6 @@ class ChainTables(NamedTuple):
     weight: Floats
     proposed: Longs
     accepted: Longs
-    idle: Longs
-    gained: Longs
     best_variant: Ints
     best_replicas: Ints
     best_dev_ptr: Ints
@@ -98,7 +95,7 @@ def make_chain(operators: int, parameters: int, devices: int, configurations: in
     slots = 1 + CANDIDATES + MOST_LISTED
     sizes = {"at": 16, "variant": configurations, "best_dev_ptr": operators + 1, "best_dev": tiles, "best_sync": parameters}
     sizes |= {"c_dev": slots * devices, "held": operators * devices}
-    sizes |= dict.fromkeys(("weight", "proposed", "accepted", "idle", "gained"), len(MOVES))
+    sizes |= dict.fromkeys(("weight", "proposed", "accepted"), len(MOVES))
     sizes |= dict.fromkeys(("c_grid", "c_log", "c_weight"), slots)
     sizes |= dict.fromkeys(("where", "stamp"), devices)
     sizes |= dict.fromkeys(("r_op", "r_from", "r_edge"), LONGEST_RUN)

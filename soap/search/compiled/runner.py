@@ -31,6 +31,7 @@ from soap.search.compiled.memory import (
     make_chain,
 )
 from soap.search.compiled.space_arrays import SearchTables, grid_tables, group_tables, neighbour_tables
+from soap.search.record import MoveCount
 from soap.search.space import Grid, Space, grid_of
 from soap.simulator.compiled.change import KEEP, OPERATORS, PARAMETERS, PREFETCH
 from soap.simulator.compiled.handles import handle
@@ -49,16 +50,6 @@ DEFAULT_WEIGHTS: Mapping[str, float] = {
     "redraw": 1.0, "place": 1.0, "swap": 1.0, "informed": 4.0, "group": 2.0, "segment": 1.0, "run": 1.0, "sync": 1.0,
     "recompute": 2.0, "prefetch": 0.5,
 }  # fmt: skip
-
-
-class Counts(NamedTuple):
-    """Counts of one move. ``proposed``: proposals that were evaluated. ``idle``: draws without effect. ``gained_ns``: improvement of the
-    chain's best cost."""
-
-    proposed: int
-    accepted: int
-    idle: int
-    gained_ns: int
 
 
 class Logged(NamedTuple):
@@ -270,11 +261,10 @@ class CompiledChain:
         return replace(self.engine.strategy, operators=found, parameters=self.engine.syncs(X.best_sync), prefetch=prefetch)
 
     @property
-    def moves(self) -> Mapping[str, Counts]:
+    def moves(self) -> Mapping[str, MoveCount]:
         """Move -> its counts."""
-        X = self.arrays
-        columns = (X.proposed, X.accepted, X.idle, X.gained)
-        return {move: Counts(*(int(column[i]) for column in columns)) for i, move in enumerate(MOVES)}
+        counts = zip(self.arrays.proposed.tolist(), self.arrays.accepted.tolist(), strict=True)
+        return {move: MoveCount(*own) for move, own in zip(MOVES, counts, strict=False)}
 
     def log(self, first: int = 0) -> Iterator[Logged]:
         """The proposals from number ``first`` on."""

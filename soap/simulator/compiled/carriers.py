@@ -118,17 +118,22 @@ def _gathers(V, S, among, rank):  # type: ignore[no-untyped-def]
     sort(equal, 0, n)
     start = 0
     while start < n:
-        stop = start
-        box = equal[start] // S.count[PIECES]
-        while stop < n and equal[stop] // S.count[PIECES] == box:
-            equal[stop] %= S.count[PIECES]
-            stop += 1
-        own = equal[start:stop]
-        if stop - start > 3 and _is_complete(S, own) and _all_get_the_same(V, S, own, rank):
+        own = equal[start : _end_of_equal(S, equal, start)]
+        if len(own) > 3 and _is_complete(S, own) and _all_get_the_same(V, S, own, rank):
             open_carrier(S, ALL_GATHER)
             for piece in own:
                 add_part(S, piece)
-        start = stop
+        start += len(own)
+
+
+@compiled
+def _end_of_equal(S, sorted_pieces, start):  # type: ignore[no-untyped-def]
+    """Where the pieces end that have the same key as the one at ``start``. Of (key, piece) the key is dropped."""
+    stop, key = start, sorted_pieces[start] // S.count[PIECES]
+    while stop < len(sorted_pieces) and sorted_pieces[stop] // S.count[PIECES] == key:
+        sorted_pieces[stop] %= S.count[PIECES]
+        stop += 1
+    return stop
 
 
 @compiled
@@ -188,17 +193,12 @@ def _all_to_alls(C, S, among):  # type: ignore[no-untyped-def]
     sort(members, 0, n)
     start = 0
     while start < n:
-        stop = start
-        root = members[start] // S.count[PIECES]
-        while stop < n and members[stop] // S.count[PIECES] == root:
-            members[stop] %= S.count[PIECES]
-            stop += 1
-        own = members[start:stop]
-        if stop - start > 3 and _is_complete(S, own):
+        own = members[start : _end_of_equal(S, members, start)]
+        if len(own) > 3 and _is_complete(S, own):
             open_carrier(S, ALL_TO_ALL)
             for piece in own:
                 add_part(S, piece)
-        start = stop
+        start += len(own)
 
 
 @compiled
@@ -215,28 +215,24 @@ def _broadcasts(C, S, among):  # type: ignore[no-untyped-def]
     sort(equal, 0, n)
     start = 0
     while start < n:
-        stop = start
-        identity = equal[start] // S.count[PIECES]
-        while stop < n and equal[stop] // S.count[PIECES] == identity:
-            stop += 1
-        if stop - start >= 3:
+        own = equal[start : _end_of_equal(S, equal, start)]
+        if len(own) >= 3:
             S.count[STAMP] += 1
             targets = 0
-            for i in range(start, stop):
-                device = S.f_dev[S.p_fetch[equal[i] % S.count[PIECES]]]
+            for piece in own:
+                device = S.f_dev[S.p_fetch[piece]]
                 if S.mark[device] != S.count[STAMP]:
                     S.mark[device] = S.count[STAMP]
                     targets += 1
             if tree_depth(targets + 1) < targets:
                 open_carrier(S, BROADCAST)
                 S.count[STAMP] += 1
-                for i in range(start, stop):
-                    piece = equal[i] % S.count[PIECES]
+                for piece in own:
                     device = S.f_dev[S.p_fetch[piece]]
                     if S.mark[device] != S.count[STAMP]:
                         S.mark[device] = S.count[STAMP]
                         add_part(S, piece)
-        start = stop
+        start += len(own)
 
 
 @compiled

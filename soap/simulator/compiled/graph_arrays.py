@@ -30,7 +30,7 @@ class GraphTables(NamedTuple):
     """An operator graph. Pairs of arrays ``x_ptr``, ``x_…`` are lists per operator: operator p's are ``x_…[x_ptr[p]:x_ptr[p + 1]]``.
 
     - ``read``: activations that an operator reads. ``read_operand``: position among its inputs. ``read_producer``, ``read_output``: whose
-      output it is. ``read_slot``: which of the producer's readers the operator is.
+      output it is.
     - ``reader``: operators that read an operator's outputs, ascending. ``source``: where an operator itself occurs in ``reader``.
     - ``output``: bytes of an element, and of an element of partial results; whether it has a gradient; number of its dtype.
     - ``parameter``: parameters that an operator uses, trainable or not, each once, ascending.
@@ -50,7 +50,6 @@ class GraphTables(NamedTuple):
     read_operand: Ints
     read_producer: Ints
     read_output: Ints
-    read_slot: Ints
     reader_ptr: Ints
     reader: Ints
     source_ptr: Ints
@@ -143,16 +142,16 @@ def graph_tables(graph: OperatorGraph, topology: Topology) -> GraphTables:
     reads: list[list[tuple[int, ...]]] = []
     outputs: list[list[tuple[int, ...]]] = []
     uses: list[list[tuple[int]]] = []
-    for position, op in enumerate(graph.operators):
+    for op in graph.operators:
         reads.append([])
         for k, operand in enumerate(op.inputs):
             if graph.tensors[operand.tensor].kind is TensorKind.ACTIVATION:
                 producer, output = graph.producers[operand.tensor]
-                reads[-1].append((k, producer, output, readers[producer].index(position)))
+                reads[-1].append((k, producer, output))
         tensors = [graph.tensors[out.tensor] for out in op.outputs]
         outputs.append([(t.itemsize, t.partial_itemsize, int(t.requires_grad), dtypes[t.dtype]) for t in tensors])
         uses.append([(number,) for number in sorted({numbers[o.tensor] for o in op.parameters})])
-    read_ptr, read_table = _joined(reads, 4)
+    read_ptr, read_table = _joined(reads, 3)
     reader_ptr, reader_table = _joined([[(r,) for r in own] for own in readers], 1)
     places: list[list[tuple[int]]] = [[] for _ in graph.operators]
     for place, operator in enumerate(r for own in readers for r in own):
@@ -165,7 +164,7 @@ def graph_tables(graph: OperatorGraph, topology: Topology) -> GraphTables:
     user_ptr, user_table = _joined([[(op, places_of[op][number]) for op in own] for number, own in enumerate(users)], 2)
     servers, first_reader = first_servers(graph, len(server_devices(topology))), first_readers(graph)
     touched = [_touched(graph.sparse.get(t.name)) for t in graph.parameters]
-    read_operand, read_producer, read_output, read_slot = _columns(read_table)
+    read_operand, read_producer, read_output = _columns(read_table)
     output_itemsize, output_partial_itemsize, output_gradient, output_dtype = _columns(output_table)
     user, user_place = _columns(user_table)
     return GraphTables(
@@ -173,7 +172,6 @@ def graph_tables(graph: OperatorGraph, topology: Topology) -> GraphTables:
         read_operand=read_operand,
         read_producer=read_producer,
         read_output=read_output,
-        read_slot=read_slot,
         reader_ptr=reader_ptr,
         reader=reader_table.ravel(),
         source_ptr=source_ptr,

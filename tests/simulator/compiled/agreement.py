@@ -19,8 +19,7 @@ from soap.simulator.reference import simulate
 from soap.simulator.tasks import LIMITS
 from soap.strategy.config import FLOATING, Strategy, SyncConfig
 from soap.strategy.sync import SPARSE_ALL_GATHER, compressed, parameter_server
-from soap.strategy.sync_contracts import WITHIN
-from tests.strategies import LOSSY, SHARED
+from tests.strategies import LOSSY, SHARED, WITHIN
 
 Played = tuple[int, int, frozenset[int], int, int]
 """(duration, start, resources, end, bytes)."""

@@ -22,11 +22,11 @@ from soap.strategy.classical import data_parallel, random_config
 from soap.strategy.compression import Bf16, Compression, Int8, PowerSgd, Rgc
 from soap.strategy.config import Strategy, SyncConfig
 from soap.strategy.sync import compressed
-from soap.strategy.sync_contracts import WITHIN, Within
+from soap.strategy.sync_contracts import Within
 from tests.graph_builder import GraphBuilder
 from tests.simulator.compiled.walks import Edit, check
 from tests.simulator.reference_memory.any_order import peak_bytes
-from tests.strategies import CPU, cluster
+from tests.strategies import CPU, WITHIN, cluster
 
 WIDE, MEDIUM, NARROW = 2600, 560, 16
 """Layers of 26 and 1.2 MiB and of 1 KiB: larger than a bucket, than the first bucket, and than nothing."""

@@ -21,9 +21,6 @@ from soap.strategy.compression import Compression
 from soap.strategy.config import Strategy, SyncConfig
 from soap.strategy.sync_contracts import METHODS
 
-FIELDS = ("owner", "payload", "residence", "within", "partitions", "compression", "offload")
-"""The fields of a ``SyncConfig``, all of which are in its code."""
-
 BY_ROWS, SERVED, LOCAL, COMPRESSED, PARTED, GATHERED, OFFLOADED = (1 << bit for bit in range(7))
 _METHOD, _PARTITIONS = 7, 11
 """The flags, and the lowest bit of each other part of a code."""
