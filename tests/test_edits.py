@@ -262,7 +262,7 @@ def test_a_compiled_chain_asks_with_everything() -> None:
 
 @pytest.mark.slow
 def test_a_whole_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Starts, descent, tempered chains or descents alone, and polishing."""
+    """Starts, descent, tempered chains, and polishing."""
 
     def marking(make: Callable[[OperatorGraph, Topology], Strategy]) -> Callable[[OperatorGraph, Topology], Strategy]:
         return lambda graph, topology: marked(graph, make(graph, topology))
@@ -272,8 +272,8 @@ def test_a_whole_search(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (starts, chains):
         monkeypatch.setattr(module, "named", lambda name, graph, topology: marked(graph, named(name, graph, topology)))
     options = SearchOptions(budget=150, seed=1, syncs=[SyncConfig()], pins=[("layer.0", "sample:2")])
-    for evaluator, recompute in ((IncrementalSimulator(SIMULATOR), None), (SIMULATOR, None), (IncrementalSimulator(SIMULATOR), True)):
-        found = search(GRAPH, FOUR, evaluator, replace(options, recompute=recompute))
+    for recompute in (None, True):
+        found = search(GRAPH, FOUR, IncrementalSimulator(SIMULATOR), replace(options, recompute=recompute))
         assert is_marked(found.strategy) and all(is_marked(own.strategy) for own in found.starts)
         assert found.cost_ns < min(own.cost_ns for own in found.starts)
 

@@ -48,7 +48,6 @@ def _record(predicted_ns: int | None, overflow_bytes: int | None) -> dict[str, A
 
 def _pipeline(simulator: Simulator) -> dict[str, dict[str, Any]]:
     """The best pipeline by name; nothing if the model has none here."""
-    space, evaluator = build_space(simulator.graph, simulator.topology.device_count), quick_evaluator(simulator)
-    shared = getattr(evaluator, "shared", None)  # what a search has worked out already
-    best = best_pipeline(space, simulator.topology, evaluator, simulator.costs, simulator.optimizer_states, shared=shared)
+    space = build_space(simulator.graph, simulator.topology.device_count)
+    best = best_pipeline(space, simulator.topology, quick_evaluator(simulator))
     return {} if best is None else {PIPELINE: _record(best.cost_ns, best.overflow_bytes)}

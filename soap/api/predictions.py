@@ -23,7 +23,6 @@ from soap.search.explanation import Line, Synchronized, Unkept
 from soap.search.explanation import explain as explain_operators
 from soap.search.explanation import explain_synchronization as explain_parameters
 from soap.search.explanation import explain_unkept as explain_marks
-from soap.search.metropolis import Evaluator
 from soap.search.options import OPTIMIZER_STATES, check_costs
 from soap.search.starts import BASELINE
 from soap.simulator.costs import CostModel, CostSource
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
     from soap.profiles.corrections import Correction
     from soap.profiles.entries import Entry
     from soap.profiles.store import Store
+    from soap.simulator.incremental import IncrementalSimulator
     from soap.simulator.tasks import TaskGraph
 
 
@@ -233,7 +233,7 @@ def plays_compiled(tasks: int, times: int) -> bool:
     return True
 
 
-def quick_evaluator(simulator: Simulator) -> Evaluator:
+def quick_evaluator(simulator: Simulator) -> Simulator | IncrementalSimulator:
     """What answers questions for times and memory soonest: the compiled simulator, which gives the same answers, if it is compiled already,
     else ``simulator`` itself."""
     from soap.simulator.incremental import IncrementalSimulator

@@ -46,8 +46,7 @@ def simulated_name(name: str, simulator: Simulator) -> Strategy:
         return strategy
     from soap.simulator.incremental import IncrementalSimulator  # importing numba takes a second
 
-    space, evaluator = build_space(graph, topology.device_count), IncrementalSimulator(simulator)
-    found = best_pipeline(space, topology, evaluator, simulator.costs, simulator.optimizer_states, shared=simulator.shared)
+    found = best_pipeline(build_space(graph, topology.device_count), topology, IncrementalSimulator(simulator))
     if found is None:
         raise StrategyError(
             f"strategy {name!r}: model {graph.name!r} has no pipeline on {topology.device_count} devices; expected several devices and "

@@ -7,16 +7,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from types import MappingProxyType
-from typing import cast
+from typing import TYPE_CHECKING
 
 from soap.cluster.topology import Topology
-from soap.search.able import Able
 from soap.search.allowed_space import allowed_syncs
 from soap.search.constraints import brought_inside
 from soap.search.grid import MOST_EVALUATED, MOST_TILES, mixtures, pipelines_may_pay
 from soap.search.layer_placement import layer_placement
 from soap.search.lossy import lossy_starts, lossy_ways
-from soap.search.metropolis import Evaluator
 from soap.search.offloading import budgeted_offloading, offloading_starts, with_offloading
 from soap.search.options import SearchOptions
 from soap.search.pipelining import PROMISING, is_cut, is_legal, keeps_stages, pipeline_start, require_inside
@@ -53,6 +51,9 @@ from soap.strategy.named import (
 from soap.strategy.ralp import RALP
 from soap.strategy.sync import in_one_partition
 
+if TYPE_CHECKING:
+    from soap.simulator.incremental import IncrementalSimulator
+
 NO_STARTS: Mapping[str, Callable[[], Strategy]] = MappingProxyType({})
 AWAY = ((OFFLOAD,), (RECOMPUTE, OFFLOAD), (OFFLOAD_KEPT, OFFLOAD))
 """What is put on a pipeline for which devices lack memory, where hosts may keep something (``soap.search.offloading``)."""
@@ -78,7 +79,7 @@ def first_starts(
 def with_starts(
     space: Space,
     topology: Topology,
-    evaluator: Evaluator,
+    evaluator: IncrementalSimulator,
     recorder: Recorder,
     options: SearchOptions,
     first: Mapping[str, Strategy],
@@ -121,15 +122,10 @@ class _More:
 
     space: Space
     topology: Topology
-    evaluator: Evaluator
+    evaluator: IncrementalSimulator
     recorder: Recorder
     options: SearchOptions
     evaluate: Callable[[str, Strategy], None]
-
-    @property
-    def _able(self) -> Able | None:
-        """The evaluator, if it has costs for engines."""
-        return cast(Able, self.evaluator) if hasattr(self.evaluator, "engine_costs") else None
 
     @property
     def _least_ns(self) -> float:
@@ -166,13 +162,13 @@ class _More:
     def _mixtures(self) -> bool:
         """If data parallelism lacks memory and nobody names starts, evaluate the ``grid.mixtures`` that rough costs expect to be faster
         than the best start that fits, the most promising first. Returns whether a pipeline that keeps everything may be."""
-        space, topology, options, able = self.space, self.topology, self.options, self._able
+        space, topology, options, evaluator = self.space, self.topology, self.options, self.evaluator
         lacking = any(start.name == BASELINE and not start.fits for start in self.recorder.starts)
-        if options.starts is not None or not lacking or able is None:
+        if options.starts is not None or not lacking:
             return True
         left, count = MOST_TILES, 0
-        rough = RoughCosts(space.graph, topology, able.engine_costs, able.shared)
-        found = mixtures(space.graph, topology, rough, able.optimizer_states, recompute=options.recompute is not False)
+        rough = RoughCosts(space.graph, topology, evaluator.shared.costs, evaluator.shared)
+        found = mixtures(space.graph, topology, rough, evaluator.optimizer_states, recompute=options.recompute is not False)
         for own in found:
             at_most_ns = PROMISING * self._least_ns
             hopeless = own.expected_ns > at_most_ns or (own.lacking_bytes > 0 and at_most_ns < inf)
@@ -190,9 +186,9 @@ class _More:
     def _sharing(self) -> None:
         """Evaluate starts whose parameters are owned in parts, if they are faster than all others that fit. If there are any, every
         parameter of the space may be owned so; else the space stays as it was, so that a search which gains nothing by it is as without
-        it. So it is with an evaluator that has no costs for engines."""
+        it."""
         space, options, evaluator = self.space, self.options, self.evaluator
-        if options.syncs or options.starts is not None or self._able is None:
+        if options.syncs or options.starts is not None:
             return
         syncs = allowed_syncs(space.graph, self.topology, options, saving=True)
         for name, strategy in shared_starts(space.graph, self.topology, self.recorder.starts, syncs).items():
@@ -206,10 +202,9 @@ class _More:
         servers, a cut gains enough, and constraints and methods allow it."""
         space, topology, options = self.space, self.topology, self.options
         asked = [name for name in options.starts or () if is_simulated(name) and base_of(name)[0] == RALP]
-        usual = options.starts is None and topology.servers and not options.syncs and self._able is not None
+        usual = options.starts is None and topology.servers and not options.syncs
         for name in asked or ((RALP,) if usual else ()):
-            costs = cast(Able, self.evaluator).engine_costs
-            found = layer_placement(space.graph, topology, self.evaluator, costs, count=base_of(name)[1])
+            found = layer_placement(space.graph, topology, self.evaluator, self.evaluator.shared.costs, count=base_of(name)[1])
             strategy = brought_inside(space, found.strategy)
             if asked or (found.friendly and strategy is found.strategy):
                 self.evaluate(name, strategy)
@@ -232,8 +227,7 @@ class _More:
             return
         if recompute is not False:
             self.space, name = with_recomputation(self.space), f"{PIPELINE}, recompute"
-            able = cast(Able, self.evaluator)
-            made = recompute_to_fit(graph, topology, base, able.engine_costs, able.peak_share)
+            made = recompute_to_fit(graph, topology, base, self.evaluator.shared.costs, self.evaluator.peak_share)
             if is_legal(self.space, topology, made.strategy):
                 self.recorder.budgeted = {**self.recorder.budgeted, name: made}
                 self.evaluate(name, made.strategy)

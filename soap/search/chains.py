@@ -6,10 +6,9 @@ How the budget of proposals is spent (evaluations of starts do not count):
   There is one chain for each ``TEMPERED_PROPOSALS`` (at most ``MAX_TEMPERED``).
 - Each chain spends ``DESCENT_SHARE`` of its part on ``soap.search.descent`` (at most ``DESCENT_PROPOSALS``; nothing from a large start that
   fits, as each proposal takes a second there), and goes on from there. If the best is large and can be folded, only its chain runs, and
-  keeps its copies alike (``soap.search.copies``). The chains are compiled, and run together
-  (``soap.search.tempering``); an evaluator without costs for them (``soap.search.able``) has descents alone, for the whole budget. Beta is
-  relative to the cost at which the chain begins. The first chain's descent first tries reference strategies that were no starts, such as
-  data parallelism on fewer devices.
+  keeps its copies alike (``soap.search.copies``). The chains are compiled, and run together (``soap.search.tempering``). Beta is relative
+  to the cost at which the chain begins. The first chain's descent first tries reference strategies that were no starts, such as data
+  parallelism on fewer devices.
 - If data parallelism does not fit, parameters may be synchronized in the ways that save memory (``sync.SAVING_MEMORY``), unless the options
   say which ways are allowed; then mixtures that save memory are the first starts, and what certainly lacks memory is none. Tensor
   parallelism, stages and micro-batches together (``soap.search.grid``) follow, as far as rough costs find them promising.
@@ -33,7 +32,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
@@ -41,14 +40,13 @@ from soap import collector
 from soap.cluster.topology import Topology
 from soap.errors import StrategyError
 from soap.model.graph import OperatorGraph
-from soap.search.able import Able
 from soap.search.all_starts import NO_STARTS, first_starts, inside, start_names, with_starts
 from soap.search.allowance import Allowance, chain_budgets
 from soap.search.allowed_space import allowed_space, allowed_syncs
 from soap.search.constraints import out_of_stage
 from soap.search.descent import adopt, propose_descent
 from soap.search.infeasible import infeasible, nothing_fits_yet
-from soap.search.metropolis import Evaluator, Proposal
+from soap.search.metropolis import Proposal
 from soap.search.options import SearchOptions
 from soap.search.pipeline_moves import pipeline_moves
 from soap.search.pipelining import is_cut, is_legal, keeps_stages, space_of
@@ -66,6 +64,9 @@ from soap.strategy.config import Strategy
 from soap.strategy.named import PIPELINE, named
 from soap.time_limit import TimeIsUp, TimeLimit
 
+if TYPE_CHECKING:
+    from soap.simulator.incremental import IncrementalSimulator
+
 TEMPERED_PROPOSALS, MAX_TEMPERED = 4000, 4
 DESCENT_SHARE, DESCENT_PROPOSALS = 0.5, 300
 CLIMB_SHARE = 0.2
@@ -77,7 +78,7 @@ MAX_IDLE_MOVES = 1000
 def search(
     graph: OperatorGraph,
     topology: Topology,
-    evaluator: Evaluator,
+    evaluator: IncrementalSimulator,
     options: SearchOptions,
     *,
     progress: bool = False,
@@ -149,7 +150,7 @@ def search(
 def _result(
     space: Space,
     topology: Topology,
-    evaluator: Evaluator,
+    evaluator: IncrementalSimulator,
     recorder: Recorder,
     options: SearchOptions,
     usual: Start,
@@ -169,7 +170,7 @@ def _result(
 
 
 def _space_and_usual(
-    graph: OperatorGraph, topology: Topology, evaluator: Evaluator, options: SearchOptions, stopped: Callable[[], bool]
+    graph: OperatorGraph, topology: Topology, evaluator: IncrementalSimulator, options: SearchOptions, stopped: Callable[[], bool]
 ) -> tuple[Space, Start]:
     """The space of allowed strategies, and data parallelism, evaluated; if that does not fit, the space has what saves memory."""
     space = allowed_space(graph, topology, options)
@@ -177,7 +178,7 @@ def _space_and_usual(
     return space if usual.fits else replace(space, syncs=allowed_syncs(graph, topology, options, saving=True)), usual
 
 
-def _usual(graph: OperatorGraph, topology: Topology, evaluator: Evaluator, stopped: Callable[[], bool]) -> Start:
+def _usual(graph: OperatorGraph, topology: Topology, evaluator: IncrementalSimulator, stopped: Callable[[], bool]) -> Start:
     """Data parallelism, evaluated. KeyboardInterrupt if the user has ended the search."""
     try:
         return evaluated(evaluator, BASELINE, named(BASELINE, graph, topology))
@@ -198,15 +199,11 @@ class _Run:
 
     space: Space
     topology: Topology
-    evaluator: Evaluator
+    evaluator: IncrementalSimulator
     recorder: Recorder
     options: SearchOptions
     bar: tqdm[Any]
     stopped: Callable[[], bool]
-
-    @property
-    def _able(self) -> Able | None:
-        return cast(Able, self.evaluator) if hasattr(self.evaluator, "engine_costs") else None
 
     def everything(self) -> None:
         """Run all descents and chains, until the budget is spent."""
@@ -245,7 +242,6 @@ class _Run:
 
     def _chains(self, starts: Sequence[Start], budget: int) -> None:
         """Descents and chains from the best of these starts."""
-        able = self._able
         count = min(MAX_TEMPERED, max(1, budget // TEMPERED_PROPOSALS))
         chosen = starts_of_chains(starts, count, sum(self.topology.memory_limits))
         if not chosen:
@@ -256,27 +252,25 @@ class _Run:
         for start, part in zip(chosen, chain_budgets(budget, len(chosen)), strict=True):
             rng = random.Random(f"{self.options.seed} {start.name}")
             allowance = Allowance(part, self.options.patience)
-            share = part if able is None else min(int(part * DESCENT_SHARE), 0 if is_large(start.strategy) else DESCENT_PROPOSALS)
+            share = min(int(part * DESCENT_SHARE), 0 if is_large(start.strategy) else DESCENT_PROPOSALS)
             low = self._descend(rng, start, openings, share, allowance)
             openings = []
             if low.fits:
                 lows.append((low, part - allowance.used))
-        if lows and able is not None:
-            self._temper(sorted(lows, key=lambda found: found[0].cost_ns), able)
+        if lows:
+            self._temper(sorted(lows, key=lambda found: found[0].cost_ns))
 
-    def _temper(self, lows: Sequence[tuple[Start, int]], able: Able) -> None:
+    def _temper(self, lows: Sequence[tuple[Start, int]]) -> None:
         """Run compiled chains from the strategies at which the descents have ended, best first."""
-        from soap.search.compiled.runner import CompiledSpace, Fits  # imports numba
-        from soap.search.copies import copies_of
+        from soap.search.compiled.runner import Fits  # imports numba
+        from soap.search.copies import compiled_space, copies_of
         from soap.search.tempering import Tempering
 
         budgets = sorted((budget for _, budget in lows), reverse=True)
-        copies = copies_of(self.space, able, lows[0][0].strategy)
-        fits: Fits = able.fits if copies is None else copies.fits
+        copies = copies_of(self.space, self.evaluator, lows[0][0].strategy)
+        fits: Fits = self.evaluator.fits if copies is None else copies.fits
         if copies is None:
-            costs, shared = able.engine_costs, able.shared
-            space = CompiledSpace(self.space, self.topology, costs, able.optimizer_states, able.draws, able.training, shared)
-            begin = [low.strategy for low, _ in lows]
+            space, begin = compiled_space(self.space, self.evaluator, self.evaluator.shared), [low.strategy for low, _ in lows]
         else:  # others, which are slower, are no copies of the same devices
             budgets, space, begin = [sum(budgets)], copies.compiled, [copies.start]
         chains = Tempering(

@@ -6,16 +6,16 @@ devices, which takes a second. So operators stay where the start has them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from soap.plan.marks.seam import all_marked
-from soap.search.able import Able
 from soap.search.compiled.runner import CompiledSpace
-from soap.search.space import Marked, OperatorSpace, Space
+from soap.search.space import OperatorSpace, Space
 from soap.simulator.engine import Engine
 from soap.simulator.folded_bound import folded_shared
 from soap.simulator.folding import Folding
+from soap.simulator.incremental import IncrementalSimulator
+from soap.simulator.shared import Shared
 from soap.strategy.config import Strategy
 
 
@@ -26,7 +26,7 @@ class Copies:
     whole: Strategy
     folding: Folding
     compiled: CompiledSpace
-    able: Able
+    evaluator: IncrementalSimulator
 
     @property
     def start(self) -> Strategy:
@@ -34,8 +34,8 @@ class Copies:
         return self.folding.copies.strategy
 
     def fits(self, strategy: Strategy, engine: Engine) -> bool:
-        """``Able.fits`` of two copies."""
-        return self.able.fits(strategy, engine, self.folding.holding(strategy))
+        """``IncrementalSimulator.fits`` of two copies."""
+        return self.evaluator.fits(strategy, engine, self.folding.holding(strategy))
 
     def unfolded(self, strategy: Strategy) -> Strategy:
         """The strategy of all copies of which two are found to be this one."""
@@ -43,15 +43,16 @@ class Copies:
         return replace(strategy, operators=placed)
 
 
-def copies_of(space: Space, able: Able, strategy: Strategy) -> Copies | None:
+def copies_of(space: Space, evaluator: IncrementalSimulator, strategy: Strategy) -> Copies | None:
     """A strategy as copies, with the part of the space that keeps these alike; None if it has few tiles, or cannot be folded."""
-    folding = able.folding(strategy, dict.fromkeys(sync for choices in space.syncs.values() for sync in choices))
+    folding = evaluator.folding(strategy, dict.fromkeys(sync for choices in space.syncs.values() for sync in choices))
     if folding is None:
         return None
     graph, topology = folding.copies.graph, folding.topology
     stays = {len(op.factors): OperatorSpace([(1,) * (1 + len(op.factors))], 1, shuffled=0.0) for op in graph.operators}
     syncs = {name: [own for own in choices if own in folding.syncs] for name, choices in space.syncs.items()}
-    folds = {field: tuple(own for own in sets if not _keeps_on_hosts(own)) for field, sets in space.by_field.items()}
+    on_hosts = {mark for mark, own in enumerate(all_marked()) if own.on_hosts}  # what is kept there keeps a strategy from being folded
+    folds = {field: tuple(own for own in sets if on_hosts.isdisjoint(one.whole for one in own)) for field, sets in space.by_field.items()}
     own = replace(
         space,
         graph=graph,
@@ -65,12 +66,9 @@ def copies_of(space: Space, able: Able, strategy: Strategy) -> Copies | None:
         by_field=folds,
         sizes=(),
     )
-    costs = able.engine_costs
-    shared = folded_shared(folding, costs)
-    compiled = CompiledSpace(own, topology, costs, able.optimizer_states, able.draws, able.training, shared)
-    return Copies(strategy, folding, compiled, able)
+    return Copies(strategy, folding, compiled_space(own, evaluator, folded_shared(folding, evaluator.shared.costs)), evaluator)
 
 
-def _keeps_on_hosts(operators: Iterable[Marked]) -> bool:
-    """Whether their marks let hosts keep something, which keeps a strategy from being folded."""
-    return any(hold.on_host for own in operators for hold in all_marked()[own.whole].holds)
+def compiled_space(space: Space, evaluator: IncrementalSimulator, shared: Shared) -> CompiledSpace:
+    """A space as arrays, for chains by an evaluator's costs. ``shared``: what their engines share."""
+    return CompiledSpace(space, shared.topology, shared.costs, evaluator.optimizer_states, evaluator.draws, shared.training, shared)

@@ -11,13 +11,16 @@ Strategies of two halves, each on devices of its own, are often many single chan
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, NamedTuple
 
 from soap.search.alignment import Edge, aligned_with
 from soap.search.metropolis import changed
 from soap.search.space import Space
 from soap.strategy.config import OpConfig, Strategy
+
+if TYPE_CHECKING:
+    from soap.simulator.engine import Engine
 
 MAX_COMPARED = 30_000
 """A search makes at most so many comparisons at cuts, in whole rounds: that takes 2 to 5 seconds."""
@@ -37,25 +40,6 @@ class Cut(NamedTuple):
 
     ends: tuple[int, int]
     followers: tuple[tuple[Follower, ...], tuple[Follower, ...]]
-
-
-class Proposer(Protocol):
-    """The part of ``soap.simulator.engine.Engine`` that is used here. It holds a simulated strategy."""
-
-    makespan_ns: int
-
-    @property
-    def strategy(self) -> Strategy:
-        """The strategy that is held."""
-
-    def propose_changes(self, operators: Mapping[str, OpConfig], *, at_most_ns: int) -> int | None:
-        """Makespan with other configurations of some operators; None if it exceeds ``at_most_ns``."""
-
-    def accept(self) -> None:
-        """Keep what was proposed."""
-
-    def reject(self) -> None:
-        """Go back to the strategy before the proposal."""
 
 
 def pairs_of(space: Space) -> list[tuple[int, int]]:
@@ -116,16 +100,16 @@ def changes_at(space: Space, cut: Cut) -> Iterator[dict[str, OpConfig]]:
 
 
 def improve_by_cuts(
-    proposer: Proposer,
+    engine: Engine,
     space: Space,
     overflow_bytes: Callable[[Strategy], int],
     accepted: Callable[[Strategy, tuple[str, ...], int], None] = lambda strategy, names, cost_ns: None,
 ) -> tuple[bool, int]:
-    """One round over all cuts of the whole graph, then over the pairs alone. ``proposer`` holds a strategy that fits into memory.
+    """One round over all cuts of the whole graph, then over the pairs alone. ``engine`` holds a strategy that fits into memory.
     Returns whether a better one was found, and how many strategies were compared. A strategy that is better and fits is taken at once,
     and ``accepted`` is called with it, the operators that changed, and its cost in ns."""
     improved, compared = False, 0
-    strategy = proposer.strategy
+    strategy = engine.strategy
     for radius in (len(space.graph.operators), 1):
         for ends in pairs_of(space):
             for configs in changes_at(space, find_cut(space, ends, radius)):
@@ -133,12 +117,12 @@ def improve_by_cuts(
                 if not changes:
                     continue
                 compared += 1
-                cost_ns = proposer.propose_changes(changes, at_most_ns=proposer.makespan_ns - 1)
+                cost_ns = engine.propose_changes(changes, at_most_ns=engine.makespan_ns - 1)
                 better = strategy.with_changes(changes)
                 if cost_ns is None or overflow_bytes(better) > 0:
-                    proposer.reject()
+                    engine.reject()
                     continue
-                proposer.accept()
+                engine.accept()
                 strategy, improved = better, True
                 accepted(better, tuple(changes), cost_ns)
     return improved, compared

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from soap.cluster.topology import Topology
 from soap.errors import InfeasibleError, asked
 from soap.model.graph import OperatorGraph
 from soap.plan.memory_kinds import MemoryKind
-from soap.search.metropolis import Evaluator
 from soap.search.record import Recorder
 from soap.search.starts import Start
 from soap.simulator.folded import FoldedSimulation
 from soap.simulator.simulate import Simulation, tile_count
 from soap.strategy.config import Strategy
 from soap.units import format_bytes
+
+if TYPE_CHECKING:
+    from soap.simulator.incremental import IncrementalSimulator
 
 Outcome = Simulation | FoldedSimulation
 MOST_TILES = 2**14
@@ -30,13 +33,14 @@ SHRINKING = {
 """What makes a kind of memory smaller, where it is most of a peak."""
 
 
-def infeasible(graph: OperatorGraph, topology: Topology, evaluator: Evaluator, recorder: Recorder, *, saving: bool) -> InfeasibleError:
+def infeasible(
+    graph: OperatorGraph, topology: Topology, evaluator: IncrementalSimulator, recorder: Recorder, *, saving: bool
+) -> InfeasibleError:
     """The error of a search that found nothing that fits: what is lacking at least, and the ways out. ``saving``: whether it has tried to
     share optimizer states."""
     best, closest = recorder.best, min(recorder.starts, key=lambda start: start.score)
     assert best is not None
-    played: Callable[[Strategy], Outcome | None] = getattr(evaluator, "outcome", lambda strategy: None)
-    simulation, of_start = played(best.strategy), played(closest.strategy)
+    simulation, of_start = evaluator.outcome(best.strategy), evaluator.outcome(closest.strategy)
     if simulation is None or of_start is None:
         available_bytes, lacking = sum(topology.memory_limits), format_bytes(best.overflow_bytes)
         need = f"{lacking} more needed than the {format_bytes(available_bytes)} available on {topology.device_count} devices"
@@ -48,7 +52,7 @@ def infeasible(graph: OperatorGraph, topology: Topology, evaluator: Evaluator, r
             rest = f" (of the starts {closest.name}, with {format_bytes(start_bytes)}){rest}"
         else:
             rest = f": {closest.name}{rest}"
-        rest += _least(topology, recorder, played, _fullest(topology, simulation)[1])
+        rest += _least(topology, recorder, evaluator.outcome, _fullest(topology, simulation)[1])
     rest += _in_stages(topology, recorder, closest)
     ways = ["more devices or devices with more memory", "a smaller batch", "an optimizer that keeps fewer states"]
     ways += [] if saving else [f"{asked('syncs')} zero or fsdp, by which devices share states or values"]

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import cast
+from typing import TYPE_CHECKING
 
 from soap.cluster.host_links import host_link
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
 from soap.plan.tiling import made_bytes, tiles_of
-from soap.search.able import Able
-from soap.search.metropolis import Evaluator
 from soap.search.options import SearchOptions
 from soap.search.space import Marked, Space
 from soap.search.starts import Start
@@ -28,6 +26,9 @@ from soap.strategy.marks import OFFLOADED
 from soap.strategy.named import OFFLOAD_KEPT, RECOMPUTE, named, offloaded_names
 from soap.strategy.offloading import away, offloadable
 from soap.strategy.recomputation import runs_of
+
+if TYPE_CHECKING:
+    from soap.simulator.incremental import IncrementalSimulator
 
 
 def with_offloading(space: Space) -> Space:
@@ -79,11 +80,12 @@ def _steps(graph: OperatorGraph, topology: Topology, strategy: Strategy, runs: S
         yield Step(number, OFFLOADED, max(kept), max(times))
 
 
-def budgeted_offloading(graph: OperatorGraph, topology: Topology, evaluator: Evaluator, starts: Sequence[Start]) -> Mapping[str, Budgeted]:
+def budgeted_offloading(
+    graph: OperatorGraph, topology: Topology, evaluator: IncrementalSimulator, starts: Sequence[Start]
+) -> Mapping[str, Budgeted]:
     """Further starts by name: the fastest of ``starts`` that lack memory, and keep all that they do on their devices, with as few runs as
     fit offloading it."""
-    if not hasattr(evaluator, "engine_costs"):
-        return {}
     staying = [start for start in starts if start.fits or not any(config.offload for config in start.strategy.operators.values())]
-    bases, share = bases_of(staying, evaluator, lambda strategy: away(graph, strategy)), cast(Able, evaluator).peak_share
+    share = evaluator.peak_share
+    bases = bases_of(staying, share, lambda strategy: away(graph, strategy))
     return {f"{start.name}, {OFFLOAD_KEPT}": offload_to_fit(graph, topology, start.strategy, share) for start in bases}

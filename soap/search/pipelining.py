@@ -11,20 +11,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from math import inf
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from soap.cluster.topology import Topology
 from soap.errors import SoapError, StrategyError, asked
 from soap.model.batch import MicroBatches
 from soap.model.graph import OperatorGraph
-from soap.search.able import Able
 from soap.search.constraints import Allowed, brought_inside, out_of_stage
-from soap.search.metropolis import Evaluator
 from soap.search.pipelines import Pipeline, pipelines
 from soap.search.space import Space, build_space
 from soap.search.starts import Start
-from soap.simulator.costs import CostModel
-from soap.simulator.simulate import tile_count
+from soap.simulator.simulate import Simulator, tile_count
 from soap.strategy.config import Strategy, settled_config
 from soap.strategy.marks import FEATURES
 from soap.strategy.megatron import staged
@@ -32,7 +29,7 @@ from soap.strategy.named import PIPELINE
 from soap.strategy.stages import chunks_of, devices_of_stages, stages_of, stages_of_chunks
 
 if TYPE_CHECKING:
-    from soap.simulator.shared import Shared
+    from soap.simulator.incremental import IncrementalSimulator
 
 MOST_SIMULATED = 12
 MOST_TILES = 4_000_000
@@ -62,17 +59,15 @@ def is_legal(space: Space, topology: Topology, strategy: Strategy) -> bool:
 def best_pipeline(
     space: Space,
     topology: Topology,
-    evaluator: Evaluator,
-    costs: CostModel,
-    optimizer_states: int,
+    evaluator: Simulator | IncrementalSimulator,
     *,
     at_most_ns: float | None = None,
-    shared: Shared | None = None,
 ) -> Start | None:
     """The best of the pipelines that are simulated and that the space allows; None if there is none, or if rough costs expect the best one
-    that fits to take longer than ``at_most_ns``. ``shared``: what engines have worked out; nothing if None."""
-    graph, limit_ns = space.graph, inf if at_most_ns is None else at_most_ns
-    found = pipelines(graph, topology, costs, optimizer_states, allowed=space.allowed, at_most_ns=limit_ns, shared=shared)
+    that fits to take longer than ``at_most_ns``."""
+    graph, shared, states = space.graph, evaluator.shared, evaluator.optimizer_states
+    limit_ns = inf if at_most_ns is None else at_most_ns
+    found = pipelines(graph, topology, shared.costs, states, allowed=space.allowed, at_most_ns=limit_ns, shared=shared)
     if at_most_ns is not None and (not found or found[0].lacking_bytes or found[0].expected_ns > at_most_ns):
         return None
     legal = (own for own in (pipelined(graph, topology, one) for one in found) if is_legal(space, topology, own))
@@ -95,17 +90,15 @@ def _first(strategies: Iterator[Strategy]) -> Iterator[Strategy]:
 
 
 def pipeline_start(
-    space: Space, topology: Topology, evaluator: Evaluator, starts: Sequence[Start], *, wanted: bool | None, named: bool
+    space: Space, topology: Topology, evaluator: IncrementalSimulator, starts: Sequence[Start], *, wanted: bool | None, named: bool
 ) -> Strategy | None:
     """The start ``pipeline``; None if there is none. ``wanted``: True: in any case; None: if the starts are not ``named`` by the user and
     rough costs expect it to be faster than all of ``starts`` that fit; False: never."""
-    if wanted is False or (wanted is None and named) or not hasattr(evaluator, "engine_costs"):
+    if wanted is False or (wanted is None and named):
         return None
-    able = cast(Able, evaluator)
     fitting = [start.cost_ns for start in starts if start.fits]
     at_most_ns = None if wanted or not fitting else PROMISING * min(fitting)
-    own = able.engine_costs, able.optimizer_states
-    found = best_pipeline(space, topology, evaluator, *own, at_most_ns=at_most_ns, shared=able.shared)
+    found = best_pipeline(space, topology, evaluator, at_most_ns=at_most_ns)
     return None if found is None else found.strategy
 
 

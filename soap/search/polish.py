@@ -11,17 +11,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING
 
 from soap.search import cuts
-from soap.search.able import Able
-from soap.search.metropolis import Evaluator, Proposal, changed
+from soap.search.metropolis import Proposal, changed
 from soap.search.record import Recorder
 from soap.search.space import Space
 from soap.strategy.config import OpConfig, Strategy, SyncConfig
 
 if TYPE_CHECKING:
     from soap.simulator.engine import Engine
+    from soap.simulator.incremental import IncrementalSimulator
 
 MAX_POLISHED = 10_000
 """A search polishes its result if all operators together have at most so many structured configurations: a round then takes 1 to 4
@@ -35,16 +35,6 @@ MEMORY_QUESTION = 20
 
 MOVE = "polish"
 """Name of the move and of the phase in a search's history."""
-
-
-class Proposer(cuts.Proposer, Protocol):
-    """Proposes changes of one operator."""
-
-    def propose(self, operator: str, config: OpConfig, at_most_ns: int) -> int | None:
-        """Makespan with another configuration of one operator; None if it exceeds ``at_most_ns``."""
-
-    def propose_sync(self, parameter: str, sync: SyncConfig, at_most_ns: int) -> int | None:
-        """Makespan with another synchronization of one parameter; None if it exceeds ``at_most_ns``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +53,7 @@ def structured_count(space: Space) -> int:
 
 
 def polish(
-    proposer: Proposer,
+    engine: Engine,
     space: Space,
     overflow_bytes: Callable[[Strategy], int],
     *,
@@ -71,11 +61,11 @@ def polish(
     accepted: Callable[[Proposal, int], None] = lambda proposal, cost_ns: None,
     heed: Callable[[], None] = lambda: None,
 ) -> Polished:
-    """Improve the strategy that ``proposer`` holds, which fits into memory, until it is locally optimal or ``limit`` configurations
+    """Improve the strategy that ``engine`` holds, which fits into memory, until it is locally optimal or ``limit`` configurations
     were compared. ``overflow_bytes`` is called for better strategies only, and counts as ``MEMORY_QUESTION`` comparisons. ``accepted``
     is called with each strategy that is taken and its cost in ns, ``heed`` before each comparison."""
     parts = _parts(space)
-    strategy, compared, questions, settled, position = proposer.strategy, 0, 0, 0, 0
+    strategy, compared, questions, settled, position = engine.strategy, 0, 0, 0, 0
     while settled < len(parts):
         improved, (name, choices) = False, parts[position]
         for offered in choices():
@@ -83,28 +73,28 @@ def polish(
             if choice is None:
                 continue
             if limit is not None and compared + MEMORY_QUESTION * questions >= limit:
-                return Polished(strategy, proposer.makespan_ns, compared, False)
+                return Polished(strategy, engine.makespan_ns, compared, False)
             heed()
             compared += 1
             cost_ns = (
-                proposer.propose_sync(name, choice, proposer.makespan_ns - 1)
+                engine.propose_sync(name, choice, engine.makespan_ns - 1)
                 if isinstance(choice, SyncConfig)
-                else proposer.propose(name, choice, proposer.makespan_ns - 1)
+                else engine.propose(name, choice, engine.makespan_ns - 1)
             )
             if cost_ns is None:
-                proposer.reject()
+                engine.reject()
                 continue
             better = _with(strategy, name, choice)
             questions += 1
             if overflow_bytes(better) > 0:
-                proposer.reject()
+                engine.reject()
                 continue
-            proposer.accept()
+            engine.accept()
             strategy, improved = better, True
             accepted(Proposal(strategy, MOVE, (name,)), cost_ns)
         settled = 1 if improved else settled + 1
         position = (position + 1) % len(parts)
-    return Polished(strategy, proposer.makespan_ns, compared, True)
+    return Polished(strategy, engine.makespan_ns, compared, True)
 
 
 Choice = OpConfig | SyncConfig
@@ -134,23 +124,17 @@ def _with(strategy: Strategy, name: str, choice: Choice) -> Strategy:
 
 
 def polish_best(
-    recorder: Recorder, space: Space, evaluator: Evaluator, most: int = MAX_POLISHED, heed: Callable[[], None] = lambda: None
+    recorder: Recorder, space: Space, evaluator: IncrementalSimulator, most: int = MAX_POLISHED, heed: Callable[[], None] = lambda: None
 ) -> None:
-    """Polish the best strategy of a search, if it fits, all operators together have at most ``most`` configurations, and the evaluator
-    has ``engine_for(strategy)``. That returns an engine which holds the strategy, or None if the strategy is too large. ``heed``: raises an
-    interrupt if the search is to end."""
+    """Polish the best strategy of a search, if it fits, is not too large for an engine, and all operators together have at most ``most``
+    configurations. ``heed``: raises an interrupt if the search is to end."""
     best, count = recorder.best, structured_count(space)
-    engine_for: Callable[[Strategy], Proposer | None] | None = getattr(evaluator, "engine_for", None)
-    if best is None or not best.fits or count > most or engine_for is None:
+    if best is None or not best.fits or count > most or (engine := evaluator.engine_for(best.strategy)) is None:
         return
-    engine = engine_for(best.strategy)
-    if engine is None:
-        return
-    able = cast(Able, evaluator)
 
     def lacks(strategy: Strategy) -> int:
         """More than 0 if what the engine proposes lacks memory."""
-        return 0 if able.fits(strategy, cast("Engine", engine)) else 1
+        return 0 if evaluator.fits(strategy, engine) else 1
 
     def accepted(proposal: Proposal, cost_ns: int) -> None:
         recorder.proposal(MOVE, best.name, proposal, cost_ns, 0, True)

@@ -6,13 +6,11 @@ A plan that fits never gains time by recomputing, so this is a part of the space
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import cast
+from typing import TYPE_CHECKING
 
 from soap.cluster.topology import DeviceType, Topology
 from soap.model.graph import OperatorGraph
 from soap.plan.tiling import Tile, made_bytes, tiles_of
-from soap.search.able import Able
-from soap.search.metropolis import Evaluator
 from soap.search.space import Marked, Space
 from soap.search.starts import Start, are_allowed, memory_binds
 from soap.search.to_fit import Budgeted, Step, bases_of, fewest
@@ -22,6 +20,9 @@ from soap.strategy.classical import RECOMPUTED as STARTS
 from soap.strategy.config import Strategy
 from soap.strategy.named import MOST_SAVING, SAVING_MOST_FOR_LITTLE, named
 from soap.strategy.recomputation import LIGHT, RECOMPUTED, level_at, recomputed, refusal, run_levels, with_repeatable_levels
+
+if TYPE_CHECKING:
+    from soap.simulator.incremental import IncrementalSimulator
 
 
 def with_recomputation(space: Space) -> Space:
@@ -94,22 +95,20 @@ def _tile_figures(graph: OperatorGraph, tile: Tile, kind: DeviceType, level: int
 
 
 def recomputing_starts(
-    space: Space, topology: Topology, evaluator: Evaluator, starts: Sequence[Start], *, wanted: bool | None
+    space: Space, topology: Topology, evaluator: IncrementalSimulator, starts: Sequence[Start], *, wanted: bool | None
 ) -> tuple[Mapping[str, Strategy], Mapping[str, Budgeted]] | None:
     """(further starts that recompute, those among them that recompute as few runs as fit); None if the search is to leave recomputation
     alone. ``wanted``: True: in any case; None: if memory binds; False: never. ``starts``: those that are evaluated."""
     if wanted is False or not (wanted or memory_binds(starts)):
         return None
-    graph, costs = space.graph, cast("CostModel | None", getattr(evaluator, "engine_costs", None))
+    graph = space.graph
     found = {name: make(graph, topology) for name, make in STARTS.items()}
     budgeted: dict[str, Budgeted] = {}
     for name in (SAVING_MOST_FOR_LITTLE, MOST_SAVING):  # the last resorts of those that leave operators where they are
         if name not in {start.name for start in starts} and are_allowed((saving := named(name, graph, topology)).parameters, space.syncs):
             found[name] = saving
-    if costs is not None:
-        share = cast(Able, evaluator).peak_share
-        for start in bases_of(starts, evaluator, lambda strategy: recomputed(graph, strategy)):
-            made = recompute_to_fit(graph, topology, start.strategy, costs, share)
-            found[f"{start.name}, recompute"] = made.strategy
-            budgeted[f"{start.name}, recompute"] = made
+    for start in bases_of(starts, evaluator.peak_share, lambda strategy: recomputed(graph, strategy)):
+        made = recompute_to_fit(graph, topology, start.strategy, evaluator.shared.costs, evaluator.peak_share)
+        found[f"{start.name}, recompute"] = made.strategy
+        budgeted[f"{start.name}, recompute"] = made
     return found, budgeted

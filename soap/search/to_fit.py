@@ -10,10 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import inf
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
-from soap.search.able import Able
-from soap.search.metropolis import Evaluator
 from soap.search.starts import Start
 from soap.simulator.simulate import is_large
 from soap.strategy.config import Strategy
@@ -90,15 +88,13 @@ def _between(low: int, high: int, saved_bytes: Sequence[int], shares: Mapping[in
     return min(high - 1, max(low + 1, bisect_left(saved_bytes, wanted_bytes)))
 
 
-def bases_of(starts: Sequence[Start], evaluator: Evaluator, all_of: Callable[[Strategy], Strategy]) -> Iterator[Start]:
+def bases_of(starts: Sequence[Start], share: Callable[[Strategy], float], all_of: Callable[[Strategy], Strategy]) -> Iterator[Start]:
     """The fastest ``MOST_BASES`` starts that do not fit, are faster than all that do, and fit with all of their runs changed
-    (``all_of``). One alone if they are large."""
-    able, count = cast(Able, evaluator), 0
-    best_ns = min((start.cost_ns for start in starts if start.fits), default=inf)
+    (``all_of``). One alone if they are large. ``share``: as in ``fewest``."""
+    count, best_ns = 0, min((start.cost_ns for start in starts if start.fits), default=inf)
     lacking = [start for start in starts if not start.fits and start.cost_ns < best_ns]
     for start in sorted(lacking, key=lambda start: start.cost_ns):
-        whole = all_of(start.strategy)
-        if able.peak_share(whole) <= 1:
+        if share(all_of(start.strategy)) <= 1:
             yield start
             count += 1
         if count == (1 if is_large(start.strategy) else MOST_BASES):

@@ -51,7 +51,7 @@ from soap.cluster.topology import Device, Host, Topology
 from soap.model.graph import OperatorGraph
 from soap.plan.compression.training import PLAIN, PlannedTraining
 from soap.plan.copies import LEFT, Copies, UnfoldableError, candidates, find_copies
-from soap.plan.marks.seam import kept_on_hosts
+from soap.plan.marks.seam import marked
 from soap.plan.plan import Plan
 from soap.plan.planning import PlanBuilder
 from soap.plan.syncs.amounts import Group
@@ -234,7 +234,7 @@ def fold(
     for sync in dict.fromkeys(strategy.parameters.values()):
         if refused := _refused(sync):
             return refused
-    if kept_on_hosts(strategy):
+    if any(marked(config).on_hosts for config in strategy.operators.values()):
         return "what operators keep is offloaded"
     if topology.ports:
         return "communication costs the devices CPU overhead"

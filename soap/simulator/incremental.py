@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable
 
-from soap.plan.compression.training import PlannedTraining
 from soap.simulator.compiled.machine_code import ENGINE
 from soap.simulator.compiled.memory_sum import FITS
-from soap.simulator.costs import CostModel
 from soap.simulator.drawn_engine import make_engine
 from soap.simulator.draws import Draws
 from soap.simulator.engine import Engine
@@ -54,24 +52,14 @@ class IncrementalSimulator:
         return ENGINE.is_made
 
     @property
-    def engine_costs(self) -> CostModel:
-        """The cost model for engines that compiled chains of the search make for themselves."""
-        return self._simulator.costs
-
-    @property
     def shared(self) -> Shared:
-        """The part that these engines share with its own."""
+        """The part that its engines share with those that compiled chains of the search make for themselves."""
         return self._simulator.shared
 
     @property
     def optimizer_states(self) -> int:
         """Tensors of a parameter's size that the optimizer keeps for it."""
         return self._simulator.optimizer_states
-
-    @property
-    def training(self) -> PlannedTraining:
-        """Settings that training adds to compressed parameters."""
-        return self._simulator.training
 
     def makespan_ns(self, strategy: Strategy) -> int:
         """Time of one iteration, or its cost under all draws. StrategyError if the strategy does not fit the graph or the cluster."""
@@ -91,7 +79,8 @@ class IncrementalSimulator:
         return self._simulator.overflow_of_played(strategy, holder.engine, folding)
 
     def folding(self, strategy: Strategy, syncs: Iterable[SyncConfig]) -> Folding | None:
-        """As ``Able.folding``."""
+        """A large strategy as two of its copies, whose parameters may have those of ``syncs`` that ``Folding.syncs`` has; None if it is
+        not large or cannot be folded."""
         known = self._simulator
         usual = known.folding(strategy, nearly=True) if is_large(strategy) else ""
         if isinstance(usual, str):
@@ -100,7 +89,7 @@ class IncrementalSimulator:
         return usual if isinstance(found, str) else found
 
     def fits(self, strategy: Strategy, engine: Engine, folding: Folding | None = None) -> bool:
-        """As ``Able.fits``."""
+        """Whether a strategy that an engine holds or proposes fits into memory; with ``folding`` as two of its copies."""
         return self._simulator.overflow_of_played(strategy, engine, folding) == 0
 
     def peak_share(self, strategy: Strategy) -> float:

@@ -13,6 +13,7 @@ from soap.search.chains import search
 from soap.search.options import SearchOptions
 from soap.simulator.analysis.comparison import compare
 from soap.simulator.analysis.timeline_file import loads
+from soap.simulator.incremental import IncrementalSimulator
 from soap.strategy.classical import CLASSICAL
 from tests.graph_builder import mlp
 from tests.strategies import cluster
@@ -22,7 +23,7 @@ def contents(graph: OperatorGraph | None = None, title: str = "a plan") -> Conte
     """All that a searched and measured plan has."""
     graph, topology = graph or mlp(), cluster([2, 2])
     simulator = api.simulator_for(graph, topology, costs="estimate")
-    result = search(graph, topology, simulator, SearchOptions(budget=40))
+    result = search(graph, topology, IncrementalSimulator(simulator), SearchOptions(budget=40))
     strategy = CLASSICAL["megatron"](graph, topology)
     simulation = simulator.run(strategy)
     text = predicted_text(graph, strategy, simulation, simulator.costs_hash)

@@ -24,7 +24,7 @@ from soap.strategy.classical import CLASSICAL
 from soap.strategy.config import OpConfig, Strategy, check_config
 from tests.extent import FEW
 from tests.graph_builder import mlp, transformer
-from tests.search.toys import TableCosts, layers
+from tests.search.toys import layers, simulated
 from tests.strategies import cluster
 
 FOUR = cluster([2, 2])
@@ -108,7 +108,7 @@ def test_starts_and_proposals_of_all_kinds_stay_inside(pins: Pairs, forbidden: P
 )
 @FEW
 def test_what_a_search_returns_obeys(pins: Pairs, forbidden: Pairs, seed: int) -> None:
-    costs = TableCosts(seed)
+    costs = simulated(GRAPH, FOUR)
     try:
         found = search(GRAPH, FOUR, costs, SearchOptions(budget=40, seed=seed, pins=pins, forbidden=forbidden))
     except StrategyError as error:
@@ -179,7 +179,7 @@ def test_nearest_keeps_degrees_and_devices_where_it_can() -> None:
 
 def test_baseline_of_a_constrained_search_is_real_data_parallelism() -> None:
     graph = mlp()
-    costs = TableCosts(3)
+    costs = simulated(graph, FOUR)
     found = search(graph, FOUR, costs, SearchOptions(budget=20, pins=[("*", "sample:2")]))
     usual = CLASSICAL["data_parallel"](graph, FOUR)
     assert found.data_parallel_ns == costs.makespan_ns(usual)
@@ -189,7 +189,7 @@ def test_baseline_of_a_constrained_search_is_real_data_parallelism() -> None:
 
 def test_everything_pinned_leaves_nothing_to_search() -> None:
     graph = layers(2, rows=4)
-    found = search(graph, FOUR, TableCosts(0), SearchOptions(budget=50, pins=[("*", "b:4@0-3")]))
+    found = search(graph, FOUR, simulated(graph, FOUR), SearchOptions(budget=50, pins=[("*", "b:4@0-3")]))
     assert {grid_of(config) for config in found.strategy.operators.values()} == {(1, 4)}
 
 

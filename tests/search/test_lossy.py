@@ -135,15 +135,14 @@ def test_what_is_priced_is_what_is_trained(training: PlannedTraining) -> None:
     assert IncrementalSimulator(simulator).makespan_ns(lossy) == times[1]
 
 
-@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "plain"])
-def test_a_search_that_clips_finds_what_trains(compiled: bool) -> None:
+def test_a_search_that_clips_finds_what_trains() -> None:
     """The best plan of all sends rows of the table, and compresses the rest: ranks that clip refuse it. Another one is found instead."""
     costs, clips = RooflineCosts(SLOW), PlannedTraining(clips=True)
     options = SearchOptions(budget=200, cores=1, starts=["data_parallel"], lossy=["rgc:0.01"], pins=pins_of(SLOW))
     results = {}
     for training in (PLAIN, clips):
         simulator = Simulator(GRAPH, SLOW, costs, training=training)
-        found = search(GRAPH, SLOW, IncrementalSimulator(simulator) if compiled else simulator, options)
+        found = search(GRAPH, SLOW, IncrementalSimulator(simulator), options)
         results[training] = found.strategy, found.cost_ns, simulator
     free, free_ns, _ = results[PLAIN]
     bound, bound_ns, simulator = results[clips]

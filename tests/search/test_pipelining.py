@@ -59,7 +59,7 @@ def found(**options: object) -> SearchResult:
 
 def start() -> Start:
     evaluator = IncrementalSimulator(simulator())
-    best = best_pipeline(SPACE, TOPOLOGY, evaluator, evaluator.engine_costs, 2)
+    best = best_pipeline(SPACE, TOPOLOGY, evaluator)
     assert best is not None
     return best
 

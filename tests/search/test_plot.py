@@ -13,10 +13,10 @@ from soap.search.chains import search
 from soap.search.options import SearchOptions
 from soap.search.plot import check_plot, plot
 from tests.graph_builder import mlp
-from tests.search.toys import TableCosts
+from tests.search.toys import simulated
 from tests.strategies import cluster
 
-RESULT = search(mlp(), cluster([2, 2]), TableCosts(0), SearchOptions(budget=80))
+RESULT = search(mlp(), cluster([2, 2]), simulated(mlp(), cluster([2, 2])), SearchOptions(budget=80))
 
 
 def test_lines_and_bars_are_the_result_s() -> None:

@@ -116,11 +116,6 @@ def test_a_search_ends_locally_optimal() -> None:
     assert result.rows[: -len(rows)] == plain.rows and result.polished > structured_count(build_space(graph, 4))
 
 
-def test_evaluators_that_are_no_engine_are_not_polished() -> None:
-    graph = layers(2)
-    assert not search(graph, cluster([2]), TileCosts(graph), SearchOptions(budget=10)).locally_optimal
-
-
 def test_ctrl_c_while_polishing_keeps_what_was_taken() -> None:
     graph, topology = transformer(layers=1), cluster([4])
     simulator = Simulator(graph, topology, ManyCalls(topology))

@@ -20,7 +20,7 @@ from soap.strategy.config import Strategy, SyncConfig
 from soap.strategy.sync import parameter_server, sync_choices
 from tests.extent import FEW
 from tests.graph_builder import transformer
-from tests.search.toys import TableCosts
+from tests.search.toys import simulated
 from tests.strategies import cluster, graphs
 
 FOUR = cluster([2, 2])
@@ -45,13 +45,14 @@ def test_what_is_found_can_be_trained(graph: OperatorGraph, seed: int, scope: Sc
     names = [tensor.name for tensor in graph.parameters if tensor.requires_grad]
     together = names if scope is Scope.MODEL else ()
     syncs = [parameter_server(4)] if served and scope is Scope.TENSOR else [SyncConfig()]
-    found = search(graph, FOUR, TableCosts(seed), SearchOptions(budget=40, seed=seed, uncut=names, together=together, syncs=syncs))
+    options = SearchOptions(budget=40, seed=seed, uncut=names, together=together, syncs=syncs)
+    found = search(graph, FOUR, simulated(graph, FOUR), options)
     assert runs(graph, FOUR, found.strategy, scope)
 
 
 def test_without_it_a_search_cuts() -> None:
-    found = search(GRAPH, FOUR, TableCosts(1), SearchOptions(budget=60, seed=3))
-    assert not runs(GRAPH, FOUR, found.strategy, Scope.TENSOR)
+    found = search(GRAPH, FOUR, simulated(GRAPH, FOUR), SearchOptions(budget=60, seed=3))
+    assert not all(runs(GRAPH, FOUR, start.strategy, Scope.TENSOR) for start in found.starts)
 
 
 def test_only_operators_that_would_cut_are_kept_from_it() -> None:
@@ -65,11 +66,11 @@ def test_only_operators_that_would_cut_are_kept_from_it() -> None:
 def test_a_pin_that_cuts_is_refused() -> None:
     name = next(name for name in NAMES if "fc1" in name and "weight" in name)
     with pytest.raises(StrategyError, match=rf"^pins splits operator '0.fc1' so that parameter '{name}' is cut, which the optimizer"):
-        search(GRAPH, FOUR, TableCosts(0), SearchOptions(budget=5, pins=[("0.fc1", "n:4")], uncut=[name]))
+        search(GRAPH, FOUR, simulated(GRAPH, FOUR), SearchOptions(budget=5, pins=[("0.fc1", "n:4")], uncut=[name]))
 
 
 def test_servers_keep_them_in_one_partition() -> None:
     choices = sync_choices(GRAPH, FOUR, [parameter_server(4)], uncut=NAMES[:1])
     assert [sync.partitions for sync in choices[NAMES[0]]] == [1, 1] and [sync.partitions for sync in choices[NAMES[1]]] == [1, 4]
-    found = search(GRAPH, FOUR, TableCosts(1), SearchOptions(budget=20, starts=["parameter_server"], uncut=NAMES))
+    found = search(GRAPH, FOUR, simulated(GRAPH, FOUR), SearchOptions(budget=20, starts=["parameter_server"], uncut=NAMES))
     assert all(sync.partitions == 1 for start in found.starts for sync in start.strategy.parameters.values())

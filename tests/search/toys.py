@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from math import prod
 
-from soap.cluster.topology import DeviceType
+from soap.cluster.topology import DeviceType, Topology
 from soap.model.graph import OperatorGraph
 from soap.profiles.roofline import RooflineCosts
 from soap.search.alignment import Edge, aligned_with
 from soap.search.space import OperatorSpace, make_config
 from soap.simulator.costs import nanoseconds
+from soap.simulator.engine import Engine
+from soap.simulator.folding import Folding
+from soap.simulator.incremental import IncrementalSimulator
+from soap.simulator.simulate import Simulation, Simulator
 from soap.strategy.config import OpConfig, Strategy
 from tests.graph_builder import SAMPLE, DimMap, Factor, GraphBuilder
+from tests.simulator.examples import PointCosts
 
 Key = tuple[tuple[str, OpConfig], ...]
 
@@ -49,6 +55,32 @@ def layers(count: int = 2, *, rows: int = 2, loss: bool = False) -> OperatorGrap
     if loss:
         x = g.operator("loss", [Factor("b", rows, SAMPLE, summed=True)], [(x, [DimMap(0)])], [], [((), ())], name="loss")[0]
     return g.build(x)
+
+
+def simulated(graph: OperatorGraph, topology: Topology) -> IncrementalSimulator:
+    """An evaluator for searches: a nanosecond for each point of a tile."""
+    return IncrementalSimulator(Simulator(graph, topology, PointCosts(1)))
+
+
+class Lacking(IncrementalSimulator):
+    """Memory is lacking as ``lacking`` says, where the cluster has so little that sums of all that is held do not tell."""
+
+    def __init__(self, graph: OperatorGraph, topology: Topology, lacking: Callable[[Strategy], int]) -> None:
+        super().__init__(Simulator(graph, replace(topology, limits=(1,) * topology.device_count), PointCosts(1)))
+        self.lacking = lacking
+
+    def overflow_bytes(self, strategy: Strategy) -> int:
+        return self.lacking(strategy)
+
+    def fits(self, strategy: Strategy, engine: Engine, folding: Folding | None = None) -> bool:
+        return self.lacking(strategy) == 0
+
+    def peak_share(self, strategy: Strategy) -> float:
+        return 1.0 + self.lacking(strategy)
+
+    def outcome(self, strategy: Strategy) -> Simulation | None:
+        """None, as of large strategies."""
+        return None
 
 
 class Both:

@@ -11,7 +11,7 @@ from enum import IntEnum
 from functools import cache
 from importlib import import_module
 
-from soap.strategy.config import OpConfig, Strategy
+from soap.strategy.config import OpConfig
 from soap.strategy.marks import MARKS, mark_of
 
 FORWARD = -1
@@ -112,6 +112,11 @@ class Marked:
         """Whether something waits until the backward pass needs what the tile has made."""
         return any(row.needed for row in self.rows)
 
+    @property
+    def on_hosts(self) -> bool:
+        """Whether hosts keep something."""
+        return any(hold.on_host for hold in self.holds)
+
 
 NOTHING = Marked()
 """Without a mark."""
@@ -133,8 +138,3 @@ def row_names() -> tuple[str, ...]:
 def marked(config: OpConfig) -> Marked:
     """What a configuration's mark adds."""
     return all_marked()[mark_of(config)]
-
-
-def kept_on_hosts(strategy: Strategy) -> bool:
-    """Whether hosts keep something because of marks."""
-    return any(hold.on_host for config in strategy.operators.values() for hold in marked(config).holds)
