@@ -252,27 +252,24 @@ def test_text_has_samples_fit_and_choice() -> None:
     assert "none of so few runs" in tune.text({**head, **few, "iterations": 20, "batches": 4, "before": {"a": 1, "b": 4}})
 
 
-def refused(capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, *words: str) -> None:
-    assert_refused(capsys, main, arguments, code, *words)
-
-
 def test_nothing_to_tune(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["no sparse parameter on servers", "soap-search --start hybrid"]
-    refused(capsys, ["dp.json", "--model", MODEL, "-o", "out.json"], 5, *words, f"sparse are {', '.join(TABLES)}")
-    refused(capsys, ["dense.json", "--model", "zoo:alexnet:tiny", "-o", "out.json"], 5, *words, "the model has no sparse parameter")
+    assert_refused(capsys, main, ["dp.json", "--model", MODEL, "-o", "out.json"], 5, *words, f"sparse are {', '.join(TABLES)}")
+    dense = ["dense.json", "--model", "zoo:alexnet:tiny", "-o", "out.json"]
+    assert_refused(capsys, main, dense, 5, *words, "the model has no sparse parameter")
     assert not (folder / "out.json").exists()
 
 
 @pytest.mark.slow
 def test_bad_options(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     common = ["s.json", "--model", MODEL]
-    refused(capsys, common, 2, "-o/--output")
-    refused(capsys, [*common, "-o", "s.json"], 2, "--output 's.json' is the same file as STRATEGY")
-    refused(capsys, [*common, "-o", "no/out.json"], 1, "folder 'no' does not exist")
-    refused(capsys, [*common, "-o", "out.json", "--iterations", "0"], 2, "--iterations", "at least 1")
-    refused(capsys, [*common, "-o", "out.json", "--emulate-scale", "0.5"], 2, "add --emulate")
-    refused(capsys, ["no.json", "--model", MODEL, "-o", "out.json"], 5, "no.json", "cannot be read")
-    refused(capsys, [*common, "-o", "out.json", "--cluster", "h200-2"], 5, "another cluster")
+    assert_refused(capsys, main, common, 2, "-o/--output")
+    assert_refused(capsys, main, [*common, "-o", "s.json"], 2, "--output 's.json' is the same file as STRATEGY")
+    assert_refused(capsys, main, [*common, "-o", "no/out.json"], 1, "folder 'no' does not exist")
+    assert_refused(capsys, main, [*common, "-o", "out.json", "--iterations", "0"], 2, "--iterations", "at least 1")
+    assert_refused(capsys, main, [*common, "-o", "out.json", "--emulate-scale", "0.5"], 2, "add --emulate")
+    assert_refused(capsys, main, ["no.json", "--model", MODEL, "-o", "out.json"], 5, "no.json", "cannot be read")
+    assert_refused(capsys, main, [*common, "-o", "out.json", "--cluster", "h200-2"], 5, "another cluster")
 
 
 @pytest.mark.long

@@ -34,7 +34,7 @@ def uneven(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def trains(four: Pool, path: str, products: int) -> None:
+def assert_trains(four: Pool, path: str, products: int) -> None:
     graph = traced(path, "float64").graph
     for topology, added in CASES:
         strategy = named(f"expert_parallel{added}", graph, topology)
@@ -46,7 +46,7 @@ def trains(four: Pool, path: str, products: int) -> None:
 
 
 def test_uneven_loads(four: Pool, uneven: str) -> None:
-    trains(four, uneven, 2)
+    assert_trains(four, uneven, 2)
 
 
 @pytest.mark.long
@@ -56,4 +56,4 @@ def test_mixtral(four: Pool, tmp_path: Path) -> None:
     module, inputs = MODELS["mixtral"]()
     path = str(tmp_path / "mixtral.pt2")
     export_model(module, (), inputs, path=path)
-    trains(four, path, 4)
+    assert_trains(four, path, 4)

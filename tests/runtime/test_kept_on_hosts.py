@@ -31,7 +31,7 @@ from tests.runtime.pool import Pool
 from tests.runtime.sparse_modules import OPTIMIZERS
 from tests.runtime.sparse_plans import by_samples
 from tests.runtime.test_recomputation import FOUR as LOCAL
-from tests.runtime.test_sharded_state import FOUR, TWO, batch_of, files, in_columns, sharded, trained
+from tests.runtime.test_sharded_state import FOUR, TWO, assert_trains, batch_of, files, in_columns, sharded
 from tests.runtime.test_training import NAMED, assert_equal_to_one_process
 from tests.runtime.traced import checked, traced
 from tests.strategies import CPU, cases, cluster
@@ -77,10 +77,10 @@ def test_with_parts_of_parameters_and_of_batches(four: Pool, files: dict[str, st
     """With Adam, clipping, sharded states, tensor-parallel shards and accumulation; and with micro-batches."""
     graph = traced(files["odd"]).graph
     split = in_columns(graph, by_samples(graph, range(4), 6), (3, 0, 2, 1))
-    trained(four, files, "odd", sharded(graph, mixed(graph, split, random.Random(1))), FOUR, clip_norm=0.05)
+    assert_trains(four, files, "odd", sharded(graph, mixed(graph, split, random.Random(1))), FOUR, clip_norm=0.05)
     graph = traced(files["shared"]).graph
     strategy = in_micro_batches(graph, by_samples(graph, range(2), 6), 2, random.Random(0), 2)
-    trained(four, files, "shared", with_offload(strategy, offloadable(graph), True), TWO)
+    assert_trains(four, files, "shared", with_offload(strategy, offloadable(graph), True), TWO)
 
 
 def told(path: str, strategy: Strategy, topology: Topology) -> tuple[list[int], list[tuple[str, TaskKind]]]:

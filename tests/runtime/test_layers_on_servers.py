@@ -9,8 +9,8 @@ from soap.strategy.ralp import cut_at, front_parameters, tails
 from tests.extent import often
 from tests.runtime.pool import Pool
 from tests.runtime.sparse_plans import hosts
+from tests.runtime.test_sharded_state import assert_trains
 from tests.runtime.test_sharded_state import files as files  # a fixture
-from tests.runtime.test_sharded_state import trained
 from tests.runtime.traced import traced
 from tests.strategies import with_servers
 
@@ -27,4 +27,4 @@ def test_trains_like_one_process(four: Pool, files: dict[str, str], name: str, t
     strategy = cut_at(graph, topology, cut, tail)
     assert {device for op in graph.operators[cut:] for device in strategy.operators[op.name].devices} == {*tail}
     assert front_parameters(graph, cut)
-    trained(four, files, name, strategy, topology, sizes=((6, 6), (6, 4), (6, 6)), clip_norm=0.05)
+    assert_trains(four, files, name, strategy, topology, sizes=((6, 6), (6, 4), (6, 6)), clip_norm=0.05)

@@ -32,7 +32,7 @@ OFTEN = {("dlrm", 1), ("rnntc", 1)}
 PER_FAMILY = 2
 
 
-def trains(four: Pool, spec: str, mixture: Mixture, record_property: Callable[[str, object], None], kind: str) -> None:
+def assert_trains(four: Pool, spec: str, mixture: Mixture, record_property: Callable[[str, object], None], kind: str) -> None:
     """The mixture trains the model like one process, and all ranks say so."""
     topology = mixture.topology
     strategy = mixture.strategy(traced(spec, "float64").graph)
@@ -49,7 +49,7 @@ def trains(four: Pool, spec: str, mixture: Mixture, record_property: Callable[[s
     [pytest.param(own, id=f"{own.model}-{own.number}", marks=() if (own.model, own.number) in OFTEN else pytest.mark.long) for own in ZOO],
 )
 def test_zoo_models(four: Pool, mixture: Mixture, record_property: Callable[[str, object], None]) -> None:
-    trains(four, f"zoo:{mixture.model}:tiny", mixture, record_property, "zoo")
+    assert_trains(four, f"zoo:{mixture.model}:tiny", mixture, record_property, "zoo")
 
 
 @pytest.mark.long
@@ -61,7 +61,7 @@ def test_transformers(four: Pool, tmp_path: Path, name: str, record_property: Ca
     path = str(tmp_path / f"{name}.pt2")
     export_model(module, (), inputs, path=path)
     for number in range(PER_FAMILY):
-        trains(four, path, Mixture(name, number), record_property, "transformers")
+        assert_trains(four, path, Mixture(name, number), record_property, "transformers")
 
 
 def test_mixtures_have_all_of_it() -> None:

@@ -28,7 +28,7 @@ from tests.runtime.mixtures import marked
 from tests.runtime.pool import Pool
 from tests.runtime.sparse_modules import OPTIMIZERS
 from tests.runtime.sparse_plans import by_samples, random_synchronized
-from tests.runtime.test_sharded_state import MODELS, assert_go_on_alike, batch_of, in_columns, trained
+from tests.runtime.test_sharded_state import MODELS, assert_go_on_alike, assert_trains, batch_of, in_columns
 from tests.runtime.test_sharded_state import files as files  # a fixture
 from tests.runtime.traced import traced
 from tests.strategies import CPU, GPU, cluster
@@ -138,7 +138,7 @@ def test_trains_like_one_process(four: Pool, files: dict[str, str], name: str) -
         require_collectives(plan, padded=case.hosts == (2, 1))
     sizes = ((6, 4),) * 3 if case.model == "shared" else ((6, 6),) * 3
     most = 1 if case.small else None
-    trained(four, files, case.model, strategy, topology, sizes=sizes, most_bytes=most, clip_norm=0.05, device_kind="cpu")
+    assert_trains(four, files, case.model, strategy, topology, sizes=sizes, most_bytes=most, clip_norm=0.05, device_kind="cpu")
 
 
 CLUSTERS = [cluster(hosts, kind) for hosts in ([1, 1], [2, 2], [2, 1], [4]) for kind in (CPU, GPU)]
@@ -150,7 +150,7 @@ def test_any_configurations(four: Pool, files: dict[str, str], seed: int) -> Non
     rng, name = random.Random(seed), MODELS[seed % len(MODELS)]
     graph, topology = traced(files[name]).graph, CLUSTERS[seed * 3 % len(CLUSTERS)]
     strategy = random_synchronized(graph, topology, rng)
-    trained(four, files, name, strategy, topology, rng.choice(list(OPTIMIZERS)), clip_norm=0.05, device_kind="cpu")
+    assert_trains(four, files, name, strategy, topology, rng.choice(list(OPTIMIZERS)), clip_norm=0.05, device_kind="cpu")
 
 
 def test_checkpoints_fit_any_plan_and_number_of_ranks(four: Pool, files: dict[str, str], tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from tests.runtime.pool import Pool
 from tests.runtime.sparse_modules import OPTIMIZERS, train_alone
 from tests.runtime.sparse_plans import hosts
 from tests.runtime.test_served_early import SHARED, TOPOLOGY, in_order, served
-from tests.runtime.test_sharded_state import TOLERANCE, batch_of, train, trained
+from tests.runtime.test_sharded_state import TOLERANCE, assert_trains, batch_of, train
 from tests.runtime.test_sharded_state import files as files  # a fixture
 from tests.runtime.traced import traced
 from tests.strategies import with_servers
@@ -147,4 +147,4 @@ def test_a_copy_that_is_still_read_changes_when_the_step_ends(four: Pool) -> Non
 
 @pytest.mark.parametrize("partitions", [2, 3])
 def test_parts_of_several_servers_train_like_one_process(four: Pool, files: dict[str, str], partitions: int) -> None:
-    trained(four, files, "odd", served(files["odd"], TWO_SERVERS, partitions), TWO_SERVERS)
+    assert_trains(four, files, "odd", served(files["odd"], TWO_SERVERS, partitions), TWO_SERVERS)

@@ -27,7 +27,7 @@ from tests.runtime.exact_modules import Batch
 from tests.runtime.pool import Pool
 from tests.runtime.sparse_modules import OPTIMIZERS
 from tests.runtime.sparse_plans import hosts
-from tests.runtime.test_sharded_state import batch_of, trained
+from tests.runtime.test_sharded_state import assert_trains, batch_of
 from tests.runtime.test_sharded_state import files as files  # a fixture
 from tests.runtime.traced import traced
 from tests.strategies import with_servers
@@ -105,7 +105,7 @@ def test_what_all_gradients_decide_comes_first(four: Pool, files: dict[str, str]
 @pytest.mark.parametrize("name", often(("odd", "shared", "weighted"), ("odd",)))
 @pytest.mark.parametrize("topology", [TOPOLOGY, SHARED])
 def test_trains_like_one_process(four: Pool, files: dict[str, str], name: str, topology: Topology) -> None:
-    trained(four, files, name, served(files[name], topology), topology)
+    assert_trains(four, files, name, served(files[name], topology), topology)
 
 
 def used_groups(path: str) -> set[tuple[str, tuple[int, ...]]]:

@@ -32,7 +32,7 @@ from tests.runtime.exact_modules import Batch, Trained, worst
 from tests.runtime.pool import Pool
 from tests.runtime.sparse_modules import OPTIMIZERS, train_alone
 from tests.runtime.sparse_plans import by_samples, hosts
-from tests.runtime.test_sharded_state import FILES, batch_of, trained
+from tests.runtime.test_sharded_state import FILES, assert_trains, batch_of
 from tests.runtime.traced import traced
 from tests.simulator.test_sharded import layers
 
@@ -150,7 +150,7 @@ def test_with_micro_batches_values_stay_for_the_step(four: Pool, files: dict[str
     values = sum(gradient_bytes(plan, sync) for sync in plan.syncs if sync.contract.gathers_values and len(sync.readers) > 1)
     for most, behind, _, gone in four.run(held_while_training, files["odd"], strategy, TWO, ranks=2):
         assert most == values > 0 and behind == 0 and gone
-    trained(four, files, "odd", strategy, TWO, clip_norm=0.05)
+    assert_trains(four, files, "odd", strategy, TWO, clip_norm=0.05)
 
 
 def test_gathers_come_behind_what_they_wait_for() -> None:

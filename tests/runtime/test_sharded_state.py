@@ -115,7 +115,7 @@ def train(
         return Trained(losses, trainer.state_dict())
 
 
-def trained(
+def assert_trains(
     four: Pool,
     files: Mapping[str, str],
     name: str,
@@ -126,7 +126,7 @@ def trained(
     most_bytes: int | None = None,
     **options: Any,
 ) -> Trained:
-    """What rank 0 has after training, which one process has as well. ``sizes``: samples of each step's micro-batches."""
+    """Ranks have after training what one process has. Returns rank 0's. ``sizes``: samples of each step's micro-batches."""
     steps = [[batch_of(name, size, 10 * i + k) for k, size in enumerate(parts)] for i, parts in enumerate(sizes)]
     options = {"accumulate": len(sizes[0]), **options}
     results = four.run(train, files[name], strategy, topology, steps, optimizer, most_bytes, options, ranks=topology.device_count)
@@ -142,7 +142,7 @@ def test_what_waits_to_be_added_up_changes_nothing(four: Pool, files: dict[str, 
     equal runs give equal bits."""
     graph = traced(files["odd"]).graph
     strategy = sharded(graph, by_samples(graph, range(4), 6))
-    one, same, other = (trained(four, files, "odd", strategy, FOUR, most_bytes=most) for most in (None, None, 1))
+    one, same, other = (assert_trains(four, files, "odd", strategy, FOUR, most_bytes=most) for most in (None, None, 1))
     for found in (same, other):
         assert found.losses == one.losses
         assert all(torch.equal(tensor, found.state[name]) for name, tensor in one.state.items())

@@ -18,7 +18,7 @@ from soap.strategy.uneven import with_sample_weights
 from tests.extent import often
 from tests.runtime.pool import Pool
 from tests.runtime.sparse_plans import by_samples, hosts, with_random_syncs
-from tests.runtime.test_sharded_state import MODELS, trained
+from tests.runtime.test_sharded_state import MODELS, assert_trains
 from tests.runtime.test_sharded_state import files as files  # a fixture
 from tests.runtime.traced import traced
 
@@ -40,13 +40,13 @@ def two_to_one(graph: OperatorGraph) -> Strategy:
 def test_a_mixed_pair_trains_like_one_process(four: Pool, files: dict[str, str], microbatches: int) -> None:
     """With Adam and clipping; one batch is smaller."""
     strategy = replace(two_to_one(traced(files["odd"]).graph), microbatches=microbatches)
-    trained(four, files, "odd", strategy, TWO, sizes=((6, 6), (6, 4), (6, 6)), clip_norm=0.05)
+    assert_trains(four, files, "odd", strategy, TWO, sizes=((6, 6), (6, 4), (6, 6)), clip_norm=0.05)
 
 
 def test_with_gathered_values(four: Pool, files: dict[str, str]) -> None:
     graph = traced(files["odd"]).graph
     strategy = two_to_one(graph).with_changes(parameters={tensor.name: SHARDED for tensor in graph.parameters})
-    trained(four, files, "odd", strategy, TWO, clip_norm=0.05)
+    assert_trains(four, files, "odd", strategy, TWO, clip_norm=0.05)
 
 
 def with_random_shares(graph: OperatorGraph, strategy: Strategy, rng: random.Random) -> Strategy:
@@ -71,4 +71,4 @@ def test_any_shares(four: Pool, files: dict[str, str], seed: int) -> None:
     graph = traced(files[name]).graph
     strategy = with_random_shares(graph, with_random_syncs(graph, random_strategy(graph, FOUR, rng), rng), rng)
     assert any(config.shares for config in strategy.operators.values())
-    trained(four, files, name, strategy, FOUR, clip_norm=0.05)
+    assert_trains(four, files, name, strategy, FOUR, clip_norm=0.05)

@@ -20,7 +20,7 @@ from soap.search.stage_costs import StageCosts, StagePrices
 from soap.search.stage_groups import StageGroups, stage_groups
 from soap.search.stages import Chain
 from tests.graph_builder import GraphBuilder, convnet, mlp, transformer
-from tests.search.test_stages import require_best
+from tests.search.test_stages import assert_best
 from tests.strategies import CPU, cluster
 
 SLOW = DeviceType("test-slow", "cpu", {"float32": 4e9}, 5e9, 2**30, 2e-6, "made up for tests")
@@ -83,7 +83,7 @@ def test_a_partition_by_the_cost_models_figures_is_the_exhaustive_minimum(name: 
         limit_bytes=np.full(3, int(chain.kept_bytes[0].sum() + chain.activation_bytes[0].sum()), np.int64) // np.array([1, 2, 3]),
     )  # fmt: skip
     for own in (chain, tight):
-        require_best(own, groups.kinds, in_flight(table), True)
+        assert_best(own, groups.kinds, in_flight(table), True)
 
 
 def test_groups_of_a_cluster() -> None:

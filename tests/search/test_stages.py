@@ -64,8 +64,8 @@ def all_partitions(chain: Chain, groups: Sequence[int], in_flight: Sequence[int]
                 yield Partition(firsts, kinds, max(parts + messages), sum(parts + messages))
 
 
-def require_best(chain: Chain, groups: Sequence[int], in_flight: Sequence[int], any_order: bool) -> Partition | None:
-    """The partition, which is one of the best of all by the slowest part and then by the sum."""
+def assert_best(chain: Chain, groups: Sequence[int], in_flight: Sequence[int], any_order: bool) -> Partition | None:
+    """The partition is one of the best of all by the slowest part and then by the sum. Returns it."""
     found = partition(chain, groups, in_flight, any_order=any_order)
     everything = list(all_partitions(chain, groups, in_flight, any_order))
     if found is None:
@@ -82,7 +82,7 @@ def require_best(chain: Chain, groups: Sequence[int], in_flight: Sequence[int], 
 def test_is_the_exhaustive_minimum(name: str, groups: Sequence[int], any_order: bool) -> None:
     """Ten small nets on groups of unequal speed, all of which fit."""
     chain = chain_of(NETS[name])
-    found = require_best(chain, groups, (1,) * len(groups), any_order)
+    found = assert_best(chain, groups, (1,) * len(groups), any_order)
     assert (found is None) == (len(groups) > chain.layer_count)
 
 
@@ -97,7 +97,7 @@ def test_is_the_exhaustive_minimum_where_memory_binds(name: str, schedule: str, 
     share = tightness * (sum(kept) + 3 * sum(activations)) / 3
     chain = chain_of(NETS[name], (int(share * 0.7), int(share * 1.4), 0))
     for any_order in (False, True):
-        require_best(chain, groups, in_flight(table), any_order)
+        assert_best(chain, groups, in_flight(table), any_order)
 
 
 def test_limits_exclude_some_but_not_all() -> None:
@@ -133,7 +133,7 @@ def problems(draw: st.DrawFn) -> tuple[Chain, list[int], list[int]]:
 @MANY
 @given(problems(), st.booleans())
 def test_is_the_exhaustive_minimum_of_anything(problem: tuple[Chain, list[int], list[int]], any_order: bool) -> None:
-    require_best(*problem, any_order)
+    assert_best(*problem, any_order)
 
 
 def test_a_dear_cut_is_avoided() -> None:
