@@ -95,6 +95,10 @@ class RooflineCosts:
         work = half_work(graph, tile, half)
         return nanoseconds(work_seconds(work, device, graph.operators[tile.operator].kind, backward=True) + runtime_seconds(device))
 
+    def launch_ns(self, graph: OperatorGraph, tile: Tile, device: DeviceType, *, backward: bool) -> int:
+        """Nothing: a pass has its launches in it."""
+        return 0
+
     def update_ns(self, parameter_bytes: int, device: DeviceType) -> int:
         """Optimizer update: parameter, gradient and states are read, parameter and states written; on a CPU by several calls for each
         tensor, on a GPU by kernels for many tensors."""

@@ -10,7 +10,7 @@ from soap.model.graph import OperatorGraph
 from soap.plan.compression.seam import Layout, Work
 from soap.plan.tiling import Tile
 from soap.profiles.roofline import RooflineCosts
-from soap.simulator.costs import CostModel, compression_ns, half_ns, launch_ns, light_ns, updates_rows_alone
+from soap.simulator.costs import CostModel
 from soap.strategy.compression import Compression
 from soap.strategy.division import Half
 
@@ -43,7 +43,7 @@ class ScaledCosts:
     @property
     def updates_rows_alone(self) -> bool:
         """As the cost model says."""
-        return updates_rows_alone(self._costs)
+        return self._costs.updates_rows_alone
 
     def forward_ns(self, graph: OperatorGraph, tile: Tile, device: DeviceType) -> int:
         """Forward pass of a tile."""
@@ -55,11 +55,11 @@ class ScaledCosts:
 
     def light_ns(self, graph: OperatorGraph, tile: Tile, device: DeviceType) -> int:
         """Forward pass of a tile without its product."""
-        return self._scaled(device, lambda costs, own: light_ns(costs, graph, tile, own))
+        return self._scaled(device, lambda costs, own: costs.light_ns(graph, tile, own))
 
     def half_ns(self, graph: OperatorGraph, tile: Tile, device: DeviceType, half: Half) -> int:
         """Input or weight gradients of a tile that has both."""
-        return self._scaled(device, lambda costs, own: half_ns(costs, graph, tile, own, half))
+        return self._scaled(device, lambda costs, own: costs.half_ns(graph, tile, own, half))
 
     def update_ns(self, parameter_bytes: int, device: DeviceType) -> int:
         """Optimizer update of a shard."""
@@ -67,12 +67,12 @@ class ScaledCosts:
 
     def compression_ns(self, compression: Compression, layout: Layout, work: Work, device: DeviceType) -> int:
         """Compressing a gradient, or decompressing."""
-        return self._scaled(device, lambda costs, own: compression_ns(costs, compression, layout, work, own))
+        return self._scaled(device, lambda costs, own: costs.compression_ns(compression, layout, work, own))
 
     def launch_ns(self, graph: OperatorGraph, tile: Tile, device: DeviceType, *, backward: bool) -> int:
         """Launch time of one pass of a tile."""
         old = self._original.get(device, device)
-        found = launch_ns(self._costs, graph, tile, old, backward=backward)
+        found = self._costs.launch_ns(graph, tile, old, backward=backward)
         return round(found * device.kernel_seconds / old.kernel_seconds) if old.kernel_seconds else found
 
     def _scaled(self, device: DeviceType, asked: Callable[[CostModel, DeviceType], int]) -> int:

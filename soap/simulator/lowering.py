@@ -57,7 +57,7 @@ from soap.plan.samples import COUNT_BYTES, count_name
 from soap.plan.tiling import Tile
 from soap.simulator.communication.prices import Communication
 from soap.simulator.communication.synchronizing import Synchronization
-from soap.simulator.costs import ROW_NS, CostModel, half_ns, launch_ns
+from soap.simulator.costs import ROW_NS, CostModel
 from soap.simulator.second_runs import Need, SecondRuns
 from soap.simulator.task_list import BACKWARD, COUNT, FORWARD, WEIGHTS, TaskList
 from soap.simulator.tasks import GRADIENTS, TaskGraph, TaskKind, TaskPlaces
@@ -291,14 +291,14 @@ class _Lowering:
         graph, device, asked = self.plan.graph, self._list.topology.devices[tile.device].type, self.plan.as_run(tile)
         gradient = kind in GRADIENTS
         if gradient and tile.operator in self.plan.divided:
-            duration = half_ns(self.costs, graph, asked, device, "I" if kind is TaskKind.BACKWARD else "W")
+            duration = self.costs.half_ns(graph, asked, device, "I" if kind is TaskKind.BACKWARD else "W")
         else:
             takes = Takes.PASS if row is None else row.takes
             duration = self.costs.backward_ns(graph, asked, device) if gradient else self._row_ns(tile, takes)
         op = self.plan.operator(tile)
         name, stage = (tile_task_name(row.verb, op, tile), row.stage) if row is not None else (NAMES[kind](op, tile), STAGES[kind])
         place = self._id(tile.operator, stage, tile.index, gradient=kind is not TaskKind.FORWARD)
-        launch = launch_ns(self.costs, graph, asked, device, backward=gradient)
+        launch = self.costs.launch_ns(graph, asked, device, backward=gradient)
         return self._list.add(place, name, kind, (tile.device,), duration, after, tile=self._place(tile), launch_ns=launch)
 
     def _reduce(self, place: int) -> None:

@@ -13,10 +13,8 @@ from soap.plan.compression.seam import LINE_BYTES, WORKS, Layout, Work, layout_o
 from soap.profiles.entries import COMPRESSION, Entry, Timing, compression_key, decode, encode
 from soap.profiles.lookup import ProfiledCosts
 from soap.profiles.roofline import RooflineCosts
-from soap.simulator.costs import compression_ns
 from soap.strategy.compression import Bf16, Chunked, Compression, Int8, PowerSgd, Rgc, RgcAsq
 from tests.search.test_lossy import GRAPH
-from tests.simulator.examples import PointCosts
 from tests.strategies import CPU, GPU, cluster
 
 EVERY: tuple[Compression, ...] = (
@@ -63,12 +61,6 @@ def test_a_search_for_thresholds_launches_kernels_on_gpus() -> None:
         "exact": Rgc(0.01, "exact"), "trimmed": Rgc(0.01, "trimmed"), "search": Rgc(0.01, "search"), "sampled": Rgc(0.01, "sampled"),
     }.items()}  # fmt: skip
     assert calls["sampled"] < calls["exact"] == calls["trimmed"] < calls["search"]
-
-
-def test_other_cost_models_price_memory_alone() -> None:
-    how, own = Int8(), layout(Int8())
-    bare = RooflineCosts(FOUR).compression_ns(how, own, "select", replace(HOST, kernel_seconds=0.0))
-    assert compression_ns(PointCosts(), how, own, "select", HOST) == bare
 
 
 def measured(how: Compression, work: Work, elements: int, ns: float, peers: int = 4) -> Entry:

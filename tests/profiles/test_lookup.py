@@ -22,7 +22,7 @@ from soap.profiles.roofline import RooflineCosts, runtime_seconds, work_seconds
 from soap.profiles.shares import shares, text
 from soap.profiles.store import Store
 from soap.profiles.work import backward_work, forward_work
-from soap.simulator.costs import launch_ns, nanoseconds
+from soap.simulator.costs import nanoseconds
 from soap.simulator.simulate import Simulator
 from soap.strategy.classical import CLASSICAL
 from soap.strategy.config import OpConfig, Strategy
@@ -84,10 +84,10 @@ def test_on_a_gpu_what_launching_takes_is_told_apart() -> None:
     measured = replace(entry(graph, first, 5000.0, 7000.0), launch_ns=(900.0, 1300.0))
     found = ProfiledCosts(topology, {GPU.name: [RUNTIME, measured]})
     assert (found.forward_ns(graph, first, GPU), found.backward_ns(graph, first, GPU)) == (5000, 7000)
-    launches = [[launch_ns(found, graph, tile, GPU, backward=way) for way in (False, True)] for tile in (first, part, elsewhere)]
+    launches = [[found.launch_ns(graph, tile, GPU, backward=way) for way in (False, True)] for tile in (first, part, elsewhere)]
     assert launches == [[1000, 1300]] * 3
-    assert launch_ns(costs([entry(GRAPH, cut(GRAPH, LINEAR), 1.0)]), GRAPH, cut(GRAPH, LINEAR), CPU, backward=False) == 0
-    assert launch_ns(RooflineCosts(topology), graph, first, GPU, backward=False) == 0
+    assert costs([entry(GRAPH, cut(GRAPH, LINEAR), 1.0)]).launch_ns(GRAPH, cut(GRAPH, LINEAR), CPU, backward=False) == 0
+    assert RooflineCosts(topology).launch_ns(graph, first, GPU, backward=False) == 0
     assert found.hash != ProfiledCosts(topology, {GPU.name: [RUNTIME, replace(measured, launch_ns=(900.0, 1301.0))]}).hash
 
 

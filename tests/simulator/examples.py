@@ -7,11 +7,15 @@ from collections.abc import Sequence
 from soap.cluster.topology import Device, DeviceType, Host, Link, Topology
 from soap.model.graph import WHOLE, DimMap, Factor, OperatorGraph
 from soap.model.regions import lengths
+from soap.plan.compression.seam import Layout, Work
 from soap.plan.tiling import Tile
 from soap.profiles.roofline import RooflineCosts
+from soap.simulator.costs import nanoseconds
 from soap.simulator.draws import Communicated, Error
 from soap.simulator.tasks import Task, TaskGraph, TaskKind
+from soap.strategy.compression import Compression
 from soap.strategy.config import OpConfig, Strategy
+from soap.strategy.division import Half
 from tests.graph_builder import ATTRIBUTE, SAMPLE, GraphBuilder
 
 UNIT_NS = 1_953_125
@@ -20,11 +24,35 @@ SLOW = DeviceType("test-slow", "cpu", {"float32": 1e10}, 3 * 2.0**9, 2**30, 1e-6
 """Adds a byte per unit."""
 
 
-class PointCosts:
-    """A unit per point of a tile (two backward); updates and second runs without products 1."""
+class PlainCosts:
+    """What tests do not care for: nothing is launched, halves take half, compressing a gradient as long as it takes to go over memory."""
 
     description = "made up for tests"
     hash = "0" * 16
+    updates_rows_alone = True
+
+    def launch_ns(self, graph: OperatorGraph, tile: Tile, device: DeviceType, *, backward: bool) -> int:
+        return 0
+
+    def light_ns(self, graph: OperatorGraph, tile: Tile, device: DeviceType) -> int:
+        return self.forward_ns(graph, tile, device)
+
+    def half_ns(self, graph: OperatorGraph, tile: Tile, device: DeviceType, half: Half) -> int:
+        return -(-self.backward_ns(graph, tile, device) // 2)
+
+    def compression_ns(self, compression: Compression, layout: Layout, work: Work, device: DeviceType) -> int:
+        on_host = device.kind == "cpu"
+        moved_bytes = layout.effort(compression, work, on_host=on_host).moved_bytes(on_host=on_host)
+        return nanoseconds(moved_bytes / device.memory_bandwidth_bytes_per_second)
+
+    def forward_ns(self, graph: OperatorGraph, tile: Tile, device: DeviceType) -> int:
+        raise NotImplementedError
+
+    backward_ns = forward_ns
+
+
+class PointCosts(PlainCosts):
+    """A unit per point of a tile (two backward); updates and second runs without products 1."""
 
     def __init__(self, unit_ns: int = UNIT_NS) -> None:
         self.unit_ns = unit_ns

@@ -28,6 +28,7 @@ from soap.strategy.division import Half
 from tests.graph_builder import GraphBuilder
 from tests.micro_batches import by_hand
 from tests.simulator.compiled.agreement import Played, compiled_tasks
+from tests.simulator.examples import PlainCosts
 from tests.simulator.reference_memory.as_run import as_run
 from tests.simulator.reference_memory.task_spans import TaskSpans
 from tests.strategies import CPU, cluster
@@ -50,11 +51,8 @@ def layers(samples: int = 12, *, entry: bool = False, auxiliary: bool = False) -
     return g.build(g.sum(*losses, name="sum"), terms=losses) if auxiliary else g.build(*losses)
 
 
-class Even:
+class Even(PlainCosts):
     """A layer takes 1000 ns a sample each way; everything else, and communication, 1 ns: the least that a task takes."""
-
-    description, hash = "made up for tests", "0" * 16
-    updates_rows_alone = True
 
     def forward_ns(self, graph: OperatorGraph, tile: Tile, device: DeviceType) -> int:
         if not graph.operators[tile.operator].name.startswith("layer"):

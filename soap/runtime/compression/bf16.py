@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import ClassVar, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
@@ -61,9 +61,7 @@ class NarrowParts(Compressor[Settings, Sizes], Generic[Settings, Sizes]):
 
 
 class Rounded(NarrowParts[Bf16, PartsLayout]):
-    """See the module. It keeps nothing."""
-
-    law: ClassVar[str] = "what is sent is the gradient rounded to bfloat16, and the total the rounded sum of these; nothing is kept"
+    """See the module. Sent is the gradient rounded to bfloat16, and the total is the rounded sum of these; nothing is kept."""
 
     def narrow(self, rows: torch.Tensor) -> torch.Tensor:
         """Rounded to the nearest, ties to even."""

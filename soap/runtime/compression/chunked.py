@@ -6,8 +6,6 @@ either part is sent as its mean, in bfloat16. What values lose on the way stays 
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 
 from soap.plan.compression.chunked import CHUNK, LEVELS_BYTES, ChunkedLayout
@@ -19,12 +17,8 @@ NARROW = torch.bfloat16
 
 
 class LargestOfChunks(Compressor[Chunked, ChunkedLayout]):
-    """See the module. State: ``residual``."""
-
-    law: ClassVar[str] = (
-        "elements that are not sent are kept as they are, bit for bit; sent + kept == decay * kept before + gradient: bit for bit with "
-        "bf16 codes in float32, else to within rounding of the larger"
-    )
+    """See the module. State: ``residual``. Elements that are not sent are kept as they are, bit for bit; sent + kept == decay * kept
+    before + gradient: bit for bit with bf16 codes in float32, else to within rounding of the larger."""
 
     def message(self, state: State, gradient: torch.Tensor) -> torch.Tensor:
         """Adds the gradient to the decayed residual, and sends a narrow copy of its largest elements."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 
 from soap.plan.compression.int8 import BLOCK, BlocksLayout
@@ -15,12 +13,8 @@ LARGEST = 127
 
 
 class Scaled(NarrowParts[Int8, BlocksLayout]):
-    """See the module. State: ``residual``."""
-
-    law: ClassVar[str] = (
-        "sent + kept == kept before + gradient to within rounding; over all ranks total + kept is the same, as owners keep what the sum's "
-        "rounding takes"
-    )
+    """See the module. State: ``residual``. Sent + kept == kept before + gradient to within rounding; over all ranks total + kept is the
+    same, as owners keep what the sum's rounding takes."""
 
     def narrow(self, rows: torch.Tensor) -> torch.Tensor:
         """Scales, then numbers. A block's scale is its largest magnitude / 127."""

@@ -8,8 +8,6 @@ Replicas are equal to the bit where their processors are: products are summed as
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 
 from soap.plan.compression.powersgd import LowRankLayout
@@ -21,9 +19,8 @@ LOST = 1e-5
 
 
 class LowRank(Compressor[PowerSgd, LowRankLayout]):
-    """See the module. State: ``residual``, and ``right``, the right matrix, which is equal on all ranks."""
-
-    law: ClassVar[str] = "sent + kept == kept before + gradient to within rounding, where a rank's sent part is P times its own M^T P"
+    """See the module. State: ``residual``, and ``right``, the right matrix, which is equal on all ranks. Sent + kept == kept before +
+    gradient to within rounding, where a rank's sent part is P times its own M^T P."""
 
     def fresh(self, device: torch.device | str = "cpu") -> State:
         """A right matrix of random numbers that are the same everywhere."""

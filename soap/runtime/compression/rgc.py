@@ -7,8 +7,6 @@ exceed it; it sends the first 2 k, and keeps the rest.)
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 
 from soap.plan.compression.seam import INTERVAL
@@ -20,9 +18,8 @@ from soap.strategy.compression import Rgc
 
 
 class LargestElements(SparseCompressor[Rgc]):
-    """See the module. State: ``residual``; with ``sampled`` also a threshold, its age, and the k that it was sought for."""
-
-    law: ClassVar[str] = "sent + kept == kept before + gradient, bit for bit"
+    """See the module. State: ``residual``; with ``sampled`` also a threshold, its age, and the k that it was sought for. Sent + kept ==
+    kept before + gradient, bit for bit."""
 
     def chosen(self, state: State, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """By the selection of the settings."""

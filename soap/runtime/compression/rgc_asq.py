@@ -6,8 +6,6 @@ the other sign (and zeros) are never chosen, even if there are fewer than k of t
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 
 from soap.plan.compression.rgc import LENGTH_BYTES
@@ -17,12 +15,9 @@ from soap.strategy.compression import RgcAsq
 
 
 class AlternatingSigns(SparseCompressor[RgcAsq]):
-    """See the module. State: ``residual``, and the sign whose turn it is (0: positive)."""
-
-    law: ClassVar[str] = (
-        "elements that are not sent are kept as they are, bit for bit; of sent ones the sum travels, to within rounding, and nothing is "
-        "kept, or with error feedback their difference from the mean"
-    )
+    """See the module. State: ``residual``, and the sign whose turn it is (0: positive). Elements that are not sent are kept as they are,
+    bit for bit; of sent ones the sum travels, to within rounding, and nothing is kept, or with error feedback their difference from the
+    mean."""
 
     def chosen(self, state: State, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The largest elements of one sign; the turn passes to the other."""

@@ -20,7 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import ClassVar, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
@@ -96,12 +96,7 @@ class Selected:
 
 
 class Compressor(ABC, Generic[Settings, Sizes]):
-    """A method's arithmetic for one parameter on one rank. It has no state; ``State`` has.
-
-    ``law``: what holds between what is sent and what is kept, for reports and for the conformance suite.
-    """
-
-    law: ClassVar[str]
+    """A method's arithmetic for one parameter on one rank. It has no state; ``State`` has."""
 
     def __init__(self, compression: Settings, layout: Sizes, dtype: torch.dtype, rank: int) -> None:
         self.compression, self.layout, self.rank = compression, layout, rank

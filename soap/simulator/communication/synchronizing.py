@@ -24,7 +24,7 @@ from soap.simulator.communication.offloading import (
     offload_updater,
 )
 from soap.simulator.communication.servers import adding_ns, device_row_seconds, row_seconds, server_resources, server_type
-from soap.simulator.costs import CostModel, compression_ns, table_update_ns
+from soap.simulator.costs import CostModel, table_update_ns
 from soap.simulator.task_list import FORWARD, SYNC, UPDATE, TaskList
 from soap.simulator.tasks import TaskKind
 
@@ -182,7 +182,7 @@ class Synchronization:
 
     def _work(self, sync: ShardSync, work: DeviceWork, after: Iterable[int], backward: Mapping[int, int]) -> int:
         device = self._tasks.topology.devices[work.device].type
-        duration = sum(compression_ns(self._costs, work.compression, layout, work.work, device) for layout in work.layouts)
+        duration = sum(self._costs.compression_ns(work.compression, layout, work.work, device) for layout in work.layouts)
         own = [backward[tile] for tile, _ in sync.uses if tile in backward and self._plan.tiles[tile].device == work.device]
         waits = (*(own or after), *([self._settled[work.device]] if work.settled else ()))
         place = self._place(sync, work.stage, work.device)

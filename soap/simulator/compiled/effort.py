@@ -11,7 +11,7 @@ from soap.plan.compression.seam import WORKS, layout_of
 from soap.plan.compression.training import PlannedTraining
 from soap.plan.syncs.compressed import amounts
 from soap.simulator.compiled.syncs.codes import SyncCodes
-from soap.simulator.costs import CostModel, compression_ns
+from soap.simulator.costs import CostModel
 
 MESSAGES, WHOLE, SETTINGS, OF_TYPES = 0, 2, 3, 4
 """Columns of ``ShardTables.effort``: the message's bytes of both exchanges; bytes of all elements in the type in which they are summed; the
@@ -38,6 +38,6 @@ def effort_row(
     messages = [each.message_bytes for each in layout.exchanges]
     row = [*messages, *([0] * (WHOLE - len(messages))), layout.whole_bytes, codes.settings_number(how)]
     for kind in types:
-        row += [compression_ns(costs, how, layout, work, kind) for work in WORKS]
+        row += [costs.compression_ns(how, layout, work, kind) for work in WORKS]
         row.append(sum(amounts(how, layout, tensor.itemsize, training, on_host=kind.kind == "cpu")))
     return row

@@ -27,6 +27,7 @@ from soap.simulator.compiled.second_runs import (
     weights_slot,
 )
 from soap.simulator.compiled.state import ARENA, BACKWARD_TILE, FORWARD_TILE, OTHER, SLOTS, WEIGHTS_TILE, State
+from soap.simulator.compiled.syncs.exchange import add_edge
 from soap.simulator.compiled.task_keys import BACKWARD, FORWARD, STATE_FULL, set_key, task_key
 from soap.simulator.compiled.tile_times import PASSES, WEIGHTS
 from soap.simulator.compiled.variants import CELLS, COSTS, ROW_COSTS
@@ -109,15 +110,6 @@ def lower_operator(W: World, op: int) -> bool:
 
 
 @compiled
-def _edge(S, source, target):  # type: ignore[no-untyped-def]
-    n = S.count[EDGES]
-    if n + 1 > len(S.e_src):
-        raise MemoryError(FULL)
-    S.e_src[n], S.e_dst[n] = source, target
-    S.count[EDGES] = n + 1
-
-
-@compiled
 def _first_tile(S, red, cells):  # type: ignore[no-untyped-def]
     return S.r_rep[red] * cells + S.member[S.member_ptr[S.r_group[red]]]
 
@@ -127,7 +119,7 @@ def _after_holding(S, cells, hold, own, target):  # type: ignore[no-untyped-def]
     """Add edges from the tasks that make a holding to ``target``."""
     red = S.h_red[hold]
     if red < 0:
-        _edge(S, S.h_tile[hold], target)
+        add_edge(S, S.h_tile[hold], target)
     else:
         _after_sum(S, cells, red, own, target)
 
@@ -135,10 +127,10 @@ def _after_holding(S, cells, hold, own, target):  # type: ignore[no-untyped-def]
 @compiled
 def _after_sum(S, cells, red, own, target):  # type: ignore[no-untyped-def]
     if S.r_task[red] >= 0:
-        _edge(S, own + S.r_task[red], target)
+        add_edge(S, own + S.r_task[red], target)
     else:
         for i in range(S.member_ptr[S.r_group[red]], S.member_ptr[S.r_group[red] + 1]):
-            _edge(S, S.r_rep[red] * cells + S.member[i], target)
+            add_edge(S, S.r_rep[red] * cells + S.member[i], target)
 
 
 @compiled
@@ -152,11 +144,11 @@ def _forward(W, op, own, own_slot):  # type: ignore[no-untyped-def]
             key = task_key(FORWARD, op, 2, _first_tile(S, red, cells), S.r_out[red], 0)
             S.r_task[red] = add_sum(W, first_output, red, key, False)
             for i in range(S.member_ptr[S.r_group[red]], S.member_ptr[S.r_group[red] + 1]):
-                _edge(S, S.r_rep[red] * cells + S.member[i], own_slot + S.r_task[red])
+                add_edge(S, S.r_rep[red] * cells + S.member[i], own_slot + S.r_task[red])
             if G.counts_labels[op]:
                 counting = add_count(W, red, task_key(FORWARD, op, COUNT, _first_tile(S, red, cells), S.r_out[red], 0))
                 for i in range(S.member_ptr[S.r_group[red]], S.member_ptr[S.r_group[red] + 1]):
-                    _edge(S, own + counting, C.tile_slot[op] + S.r_rep[red] * cells + S.member[i])
+                    add_edge(S, own + counting, C.tile_slot[op] + S.r_rep[red] * cells + S.member[i])
     for carrier in range(S.count[CARRIERS]):
         task = add_carrier(W, op, carrier, False)
         S.k_task[carrier] = task
@@ -177,7 +169,7 @@ def _forward(W, op, own, own_slot):  # type: ignore[no-untyped-def]
                     _after_holding(S, cells, S.p_hold[piece], own, target)
                 elif S.p_carrier[piece] != before:
                     before = S.p_carrier[piece]
-                    _edge(S, own + S.k_task[before], target)
+                    add_edge(S, own + S.k_task[before], target)
             consumer = S.c_next[consumer]
 
 
@@ -218,7 +210,7 @@ def _backward(W, op, own, own_slot):  # type: ignore[no-untyped-def]
         if S.h_red[hold] < 0:
             node = S.gradient_head[hold]
             while node >= 0:
-                _edge(S, S.gradient_task[node], target + S.h_tile[hold])
+                add_edge(S, S.gradient_task[node], target + S.h_tile[hold])
                 got[S.h_tile[hold]] += 1
                 node = S.gradient_next[node]
     starts = op == G.loss[0] if W.order.count[0] == 1 else G.known[op] == 1
@@ -285,7 +277,7 @@ def _after_consumers(W, first_reader, fetch, target):  # type: ignore[no-untyped
     while consumer >= 0:
         reader = G.reader[first_reader + S.c_slot[consumer]]
         if C.alive[C.tile_slot[reader] + tile_count(V, C, reader) + S.c_tile[consumer]]:
-            _edge(S, S.slot_base[S.c_slot[consumer]] + S.c_tile[consumer], target)
+            add_edge(S, S.slot_base[S.c_slot[consumer]] + S.c_tile[consumer], target)
         consumer = S.c_next[consumer]
 
 
@@ -303,18 +295,18 @@ def _reduce_gradient(W, op, red, own, own_slot, target, got):  # type: ignore[no
                 if task < 0:
                     key = task_key(BACKWARD, len(G.backward) - 1 - op, 0, _first_tile(S, red, cells), S.r_out[red], 0)
                     task = add_sum(W, G.output_ptr[op], red, key, True)
-                _edge(S, S.gradient_task[node], own_slot + task)
+                add_edge(S, S.gradient_task[node], own_slot + task)
             else:
                 for i in range(first, last):
                     tile = S.r_rep[red] * cells + S.member[i]
-                    _edge(S, S.gradient_task[node], target + tile)
+                    add_edge(S, S.gradient_task[node], target + tile)
                     got[tile] += 1
             node = S.gradient_next[node]
     S.r_back[red] = task
     if task >= 0:
         for i in range(first, last):
             tile = S.r_rep[red] * cells + S.member[i]
-            _edge(S, own + task, target + tile)
+            add_edge(S, own + task, target + tile)
             got[tile] += 1
 
 
@@ -330,7 +322,7 @@ def _start_from_loss(W, cells, own, target, got):  # type: ignore[no-untyped-def
                 got[S.member[i]] += 1
     if not summed:
         for tile in range(cells):
-            _edge(S, tile, target + tile)
+            add_edge(S, tile, target + tile)
             got[tile] += 1
 
 

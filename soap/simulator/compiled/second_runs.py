@@ -23,8 +23,9 @@ from soap.simulator.compiled.marks import (
     row_count,
     runs_again,
 )
-from soap.simulator.compiled.scratch import CLAIMS, EDGES, FETCHES, FULL, HOLDINGS, REDUCTIONS
+from soap.simulator.compiled.scratch import CLAIMS, FETCHES, FULL, HOLDINGS, REDUCTIONS
 from soap.simulator.compiled.state import AGAIN_TILE, ROW, State
+from soap.simulator.compiled.syncs.exchange import add_edge
 from soap.simulator.compiled.syncs.offloading import copied_ns, lift
 from soap.simulator.compiled.task_keys import BACKWARD, FORWARD, set_key, task_key
 from soap.simulator.compiled.tile_times import PASSES
@@ -210,11 +211,7 @@ def _offer(C, S, tile, source, precedence, need, offer):  # type: ignore[no-unty
     if offer == 0:
         S.best[tile] = max(S.best[tile], precedence)
     elif S.best[tile] == precedence and C.alive[need - C.tiles[C.owner[need]] + tile]:
-        n = S.count[EDGES]
-        if n + 1 > len(S.e_src):
-            raise MemoryError(FULL)
-        S.e_src[n], S.e_dst[n] = source, need + tile
-        S.count[EDGES] = n + 1
+        add_edge(S, source, need + tile)
 
 
 @compiled
@@ -249,10 +246,6 @@ def link_second_runs(W: World, op: int) -> None:
                 for piece in range(S.f_piece[fetch], S.f_piece[fetch + 1]):
                     hold = S.p_hold[piece]
                     if S.h_red[hold] < 0 and C.alive[C.tile_slot[op] + count + S.h_tile[hold]]:
-                        n = S.count[EDGES]
-                        if n + 1 > len(S.e_src):
-                            raise MemoryError(FULL)
                         block = C.tile_slot[reader] + C.marks.again_block[C.marked[reader]] * others
-                        S.e_src[n], S.e_dst[n] = count + S.h_tile[hold], block + tile
-                        S.count[EDGES] = n + 1
+                        add_edge(S, count + S.h_tile[hold], block + tile)
             consumer = S.c_next[consumer]

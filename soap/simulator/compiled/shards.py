@@ -22,7 +22,7 @@ from soap.simulator.compiled.growing import Growing, GrowingColumns, are_same
 from soap.simulator.compiled.lists import GrowingLists
 from soap.simulator.compiled.state import LOW_BITS, ShardTables
 from soap.simulator.compiled.syncs.codes import SyncCodes
-from soap.simulator.costs import CostModel, table_update_ns, updates_rows_alone
+from soap.simulator.costs import CostModel, table_update_ns
 from soap.simulator.cut_parameters import CutParameter
 
 
@@ -48,7 +48,7 @@ class Geometries:
         self._rows, self._row_bytes = Growing(np.int64), Growing(np.int64)
         self._prices, self._price_ns = GrowingLists(), Growing(np.int64)
         self._compressed, self._effort = GrowingLists(), Growing(np.int64)
-        self._fixed = np.array([updates_rows_alone(costs)], np.int32), np.array([training.clips], np.int32)
+        self._fixed = np.array([costs.updates_rows_alone], np.int32), np.array([training.clips], np.int32)
         self._shapes: list[tuple[int, ...]] = []
         self._first = {topology.devices[first].host: first for first in first_devices(topology)}
         self._accelerators = {own.host: own.index for own in topology.devices if own.type.kind != "cpu"}  # one of each host

@@ -14,7 +14,7 @@ from soap.model.graph import OperatorGraph
 from soap.plan.marks.seam import Takes
 from soap.plan.tiling import Tile
 from soap.simulator.compiled.graph_arrays import Ints, Longs
-from soap.simulator.costs import ROW_NS, CostModel, half_ns, launch_ns
+from soap.simulator.costs import ROW_NS, CostModel
 from soap.simulator.draws import Draws
 from soap.strategy.division import Half
 
@@ -53,9 +53,9 @@ class TileTimes:
         ask: list[Callable[[OperatorGraph, Tile, DeviceType], int]] = [costs.forward_ns, costs.backward_ns, _nothing]
         ask += (partial(ROW_NS[takes], costs) for takes in OF_ROWS if takes > Takes.PASS)
         if divided:
-            ask[True], ask[WEIGHTS] = (partial(half_ns, costs, half=half) for half in get_args(Half))
+            ask[True], ask[WEIGHTS] = (partial(costs.half_ns, half=half) for half in get_args(Half))
         self._kinds = np.array([[[f(graph, tile, kind) for tile in tiles] for f in ask] for kind in types], np.int64)
-        launches = [[[launch_ns(costs, graph, tile, kind, backward=way) for tile in tiles] for way in WAYS] for kind in types]
+        launches = [[[costs.launch_ns(graph, tile, kind, backward=way) for tile in tiles] for way in WAYS] for kind in types]
         self._launches: Longs = np.array(launches, np.int64)[:, OF_PASSES]
         self._drawn: WeakKeyDictionary[Draws, Longs] = WeakKeyDictionary()
 
