@@ -31,6 +31,7 @@ from soap.model.graph import OperatorGraph
 from soap.search.metropolis import DEFAULT_BETA
 from soap.simulator.compiled.played import TakenTasks
 from soap.simulator.engine import Engine
+from soap.simulator.shared import Shared
 from soap.strategy.classical import random_config
 from soap.strategy.config import Strategy, SyncConfig
 from soap.strategy.sync import fitted, parameter_server
@@ -58,7 +59,7 @@ def _played_alike(a: TakenTasks, b: TakenTasks) -> bool:
 def compare(graph: OperatorGraph, topology: Topology, proposals: int, seed: int = 0, beta: float = DEFAULT_BETA) -> Agreement:
     """So many random proposals, simulated both ways."""
     costs = api.simulator_for(graph, topology).costs
-    delta, full = Engine(graph, topology, costs), Engine(graph, topology, costs)
+    delta, full = Engine(Shared(graph, topology, costs)), Engine(Shared(graph, topology, costs))
     strategy = api.classical("data_parallel", graph, topology)
     delta.load(strategy)
     start_ns = current_ns = delta.simulate()

@@ -31,6 +31,7 @@ from soap.search.tempering import FOCUS
 from soap.simulator.drawn_times import drawn_times
 from soap.simulator.draws import Draws, Risk, cost_ns
 from soap.simulator.incremental import IncrementalSimulator
+from soap.simulator.shared import Shared
 from soap.simulator.simulate import Simulator
 from soap.strategy.config import Strategy
 
@@ -45,8 +46,8 @@ def rates_line(model: str, cluster: str, proposals: int, turns: int) -> tuple[st
     graph, topology = simulator.graph, simulator.topology
     starts = starting_strategies(graph, topology, None, None, 0)
     space = build_space(graph, topology.device_count, references=reference_strategies(graph, topology, starts.values()))
-    kinds = {None: CompiledSpace(space, topology, simulator.costs)}
-    kinds[DEFAULT_DRAWS] = CompiledSpace(space, topology, simulator.costs, draws=draws_for(simulator, DEFAULT_DRAWS))
+    kinds = {None: CompiledSpace(space, Shared(space.graph, topology, simulator.costs))}
+    kinds[DEFAULT_DRAWS] = CompiledSpace(space, Shared(space.graph, topology, simulator.costs), draws=draws_for(simulator, DEFAULT_DRAWS))
     ratios, passed = list[float](), 0.0
     for turn in range(turns):
         rate = {}

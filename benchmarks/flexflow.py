@@ -38,6 +38,7 @@ from soap.search.options import SearchOptions
 from soap.search.space import build_space
 from soap.search.starts import BASELINE, reference_strategies, starting_strategies
 from soap.simulator.engine import Engine
+from soap.simulator.shared import Shared
 from soap.strategy.config import Strategy
 from soap.strategy.sync import parameter_server, synchronized
 
@@ -124,7 +125,7 @@ class Race:
         starts = starting_strategies(graph, topology, None, None, 0)
         space = build_space(graph, topology.device_count, references=reference_strategies(graph, topology, starts.values()))
         self.graph, self.topology, self.costs, self.start = graph, topology, costs, starts[BASELINE]
-        self.space = CompiledSpace(space, topology, costs)
+        self.space = CompiledSpace(space, Shared(space.graph, topology, costs))
 
     def delta(self, limit_s: float, most: int, seed: int) -> Iterator[Mark]:
         """Proposal after proposal, in slices of some milliseconds."""
@@ -138,7 +139,7 @@ class Race:
     def full(self, limit_s: float, most: int, seed: int) -> Iterator[Mark]:
         """The same chain; its time is that of simulating each proposal from the ground up. ValueError if that gives another time."""
         chain = CompiledChain(self.space, self.start, seed=seed, proposals=most)
-        engine = Engine(self.graph, self.topology, self.costs)
+        engine = Engine(Shared(self.graph, self.topology, self.costs))
         seconds = 0.0
         while seconds <= limit_s and chain.proposals < most:
             yield Mark(seconds, chain.proposals, chain.best_ns)

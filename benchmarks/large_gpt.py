@@ -72,7 +72,7 @@ def main() -> None:
     fits = simulator.overflow_bytes(result.strategy) == 0
     best_ns = min(result.start_costs[name][0] for name in ("data_parallel", "megatron") if result.start_costs[name][1])
     say(f"fits: {fits}; at least as good as the better of data_parallel and megatron: {result.cost_ns <= best_ns}")
-    bound = lower_bound(build_space(graph, topology.device_count), topology, simulator.costs)
+    bound = lower_bound(build_space(graph, topology.device_count), simulator.shared.cuts)
     say(f"no strategy of the space takes less than {bound.bound_ns / 1e6:.3f} ms")
 
 

@@ -24,6 +24,7 @@ from soap.schedules.named import parse
 from soap.search.pipelines import pipelines
 from soap.search.pipelining import pipelined
 from soap.simulator.incremental import IncrementalSimulator
+from soap.simulator.shared import Shared
 from soap.simulator.simulate import MOST_PLANNED_TILES, Simulator, tile_count
 from soap.strategy.config import Strategy
 from soap.units import format_bytes
@@ -80,7 +81,7 @@ def main() -> None:
     costs = api.costs_for(topology)
     simulator = Simulator(graph, topology, costs)
     evaluator = IncrementalSimulator(simulator)
-    found = pipelines(graph, topology, costs, simulator.optimizer_states)
+    found = pipelines(Shared(graph, topology, costs), simulator.optimizer_states)
     clock.say(f"{len(found)} pipelines by rough costs")
     times: list[tuple[int, str, Strategy]] = []
     for own in found[: args.simulated]:

@@ -29,6 +29,7 @@ from soap.search.starts import Start, reference_strategies
 from soap.search.tempering import FOCUS
 from soap.simulator.engine import Engine
 from soap.simulator.incremental import IncrementalSimulator
+from soap.simulator.shared import Shared
 from soap.simulator.simulate import Simulator
 from soap.strategy.config import Strategy
 from soap.strategy.named import DATA_PARALLEL, named
@@ -66,7 +67,7 @@ def prepared(simulator: Simulator, cell: str) -> tuple[Simulator, Space, Strateg
         references = reference_strategies(graph, simulator.topology, [usual])
         return simulator, build_space(graph, simulator.topology.device_count, references=references), usual
     if cell in UNLIMITED:
-        shapes = pipelines(graph, simulator.topology, simulator.costs, simulator.optimizer_states) if cell == "pipeline" else []
+        shapes = pipelines(simulator.shared, simulator.optimizer_states) if cell == "pipeline" else []
         found = (pipelined(graph, simulator.topology, own) for own in shapes if own.microbatches == MICROBATCHES)
         parted = usual_in_stages(graph, replace(usual, microbatches=MICROBATCHES), simulator.topology)
         start = next(found, parted)
@@ -96,7 +97,7 @@ def rate(model: str, cluster: str, cell: str, proposals: int, seconds: float) ->
         asked, spent = asked + 1, spent + time.process_time() - begin
         return found
 
-    compiled = CompiledSpace(space, simulator.topology, simulator.costs, simulator.optimizer_states)
+    compiled = CompiledSpace(space, Shared(space.graph, simulator.topology, simulator.costs), simulator.optimizer_states)
     chain = CompiledChain(compiled, start, seed=1, proposals=2 * proposals)
     ask = None if cell in UNLIMITED else fits
     for most in (proposals, 2 * proposals):  # variants are made and tables filled in the first half

@@ -26,6 +26,7 @@ from soap.model.graph import OperatorGraph
 from soap.search.chains import search
 from soap.search.dynamic import dynamic_strategy
 from soap.search.options import SearchOptions
+from soap.search.rough_costs import RoughCosts
 from soap.search.space import build_space
 from soap.simulator.incremental import IncrementalSimulator
 from soap.strategy.config import SyncConfig
@@ -94,7 +95,7 @@ def find(small: Small, seeds: int) -> Found:
     graph, topology = small.net(), small_cluster(small.devices)
     simulator = api.simulator_for(graph, topology)
     evaluator, space = IncrementalSimulator(simulator), build_space(graph, small.devices)
-    dynamic = dynamic_strategy(space, topology, simulator.costs)
+    dynamic = dynamic_strategy(space, RoughCosts(simulator.shared))
     further = {"dynamic": lambda: dynamic}
     # Much can be left out from the beginning beside a good strategy. That none is better is still shown without a look at how it was found.
     first = search(graph, topology, evaluator, SearchOptions(budget=small.budget, seed=APART, syncs=REDUCED), further_starts=further)

@@ -38,6 +38,7 @@ from soap.simulator.folded import FoldedSimulation
 from soap.simulator.folding import fold
 from soap.simulator.lowering import lower
 from soap.simulator.reference import simulate
+from soap.simulator.shared import Shared
 from soap.strategy.classical import hybrid
 from soap.zoo.gpt import GPT, GPTConfig
 
@@ -106,7 +107,7 @@ def measure(case: Case, path: Path) -> Figures:
     strategy = hybrid(graph, topology, tensor=case.tensor, pipeline=case.pipeline)
     costs = RooflineCosts(topology)
     if not case.folded:
-        engine = Engine(graph, topology, costs)
+        engine = Engine(Shared(graph, topology, costs))
         first = _seconds(lambda: engine.load(strategy))[1]
         engine.play()
         lower_seconds = _seconds(lambda: engine.load(strategy))[1]
@@ -116,7 +117,7 @@ def measure(case: Case, path: Path) -> Figures:
     folding, fold_seconds = _seconds(lambda: fold(graph, topology, strategy))
     if isinstance(folding, str):
         raise ValueError(f"not folded: {folding}")
-    engine = Engine(folding.copies.graph, folding.topology, costs, folding.communication)
+    engine = Engine(Shared(folding.copies.graph, folding.topology, costs, communication=folding.communication))
     first = _seconds(lambda: engine.load(folding.copies.strategy))[1]
     engine.play()
     lower_seconds = _seconds(lambda: engine.load(folding.copies.strategy))[1]

@@ -34,6 +34,7 @@ from soap.search.options import SearchOptions
 from soap.search.space import build_space
 from soap.search.starts import BASELINE, Start, reference_strategies, starting_strategies
 from soap.search.tempering import FOCUS
+from soap.simulator.shared import Shared
 from soap.units import format_bytes
 
 NETS = ("alexnet", "inception_v3", "resnet101", "rnntc", "rnnlm", "nmt")
@@ -73,7 +74,7 @@ def informed_line(net: str, cluster: str, graph: OperatorGraph, topology: Topolo
     costs = api.simulator_for(graph, topology).costs
     starts = starting_strategies(graph, topology, None, None, 0)
     space = build_space(graph, topology.device_count, references=reference_strategies(graph, topology, starts.values()))
-    compiled = CompiledSpace(space, topology, costs)
+    compiled = CompiledSpace(space, Shared(space.graph, topology, costs))
     cells, blind = [net, cluster], list[int]()
     for focus in (0.0, FOCUS):
         bests, seconds, goals = [], [], []

@@ -40,6 +40,7 @@ from soap.model.graph import FactorKind, Operator, OperatorGraph
 from soap.search.metropolis import DEFAULT_BETA
 from soap.search.space import build_space
 from soap.simulator.engine import Engine
+from soap.simulator.shared import Shared
 from soap.strategy.config import OpConfig, Strategy
 from soap.strategy.sync import parameter_server, synchronized
 from soap.zoo.gpt import GPT, GPTConfig
@@ -157,7 +158,7 @@ def measure(graph: OperatorGraph, topology: Topology, method: str, space: str, p
     start = _start(graph, topology, method)
     rates, tasks_each, accepted = [], [], 0
     for bounded in (False, True):
-        engine = Engine(graph, topology, costs)
+        engine = Engine(Shared(graph, topology, costs))
         engine.load(start)
         beta = DEFAULT_BETA / engine.simulate()
         walk(engine, choices, proposals, beta, 7, bounded=bounded)  # everything is loaded, and the cost model knows all that will come
@@ -215,7 +216,7 @@ from soap.simulator.engine import Engine
 graph, topology = api.load("zoo:gpt:tiny", plan_only=True).graph, api.load_cluster("local:2")
 simulator = api.simulator_for(graph, topology)
 strategy = api.classical("data_parallel", graph, topology)
-engine = Engine(graph, topology, simulator.costs)
+engine = Engine(simulator.shared)
 engine.load(strategy)
 engine.simulate()
 name, config = next(iter(strategy.operators.items()))

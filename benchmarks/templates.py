@@ -30,6 +30,7 @@ from soap.plan.syncs.seam import method_for
 from soap.plan.syncs.sharing import owned_bytes
 from soap.search.metropolis import DEFAULT_BETA
 from soap.simulator.engine import Engine
+from soap.simulator.shared import Shared
 from soap.strategy.config import Strategy
 from soap.strategy.sync import parameter_server, synchronized
 
@@ -55,7 +56,7 @@ def line(graph: OperatorGraph, devices: int, method: str, proposals: int) -> str
     topology = cluster(devices // 4)
     choices = {name: configs for name, configs in soap_configs(graph, devices).items() if configs}
     builder, draw = PlanBuilder(graph, topology), random.Random(7)
-    engine = Engine(graph, topology, api.simulator_for(graph, topology).costs)
+    engine = Engine(Shared(graph, topology, api.simulator_for(graph, topology).costs))
     engine.load(_start(graph, devices, method))
     cost_ns = engine.simulate()
     beta = DEFAULT_BETA / cost_ns

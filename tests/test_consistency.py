@@ -16,6 +16,7 @@ from soap.profiles.roofline import RooflineCosts
 from soap.simulator.engine import Engine
 from soap.simulator.incremental import IncrementalSimulator
 from soap.simulator.lowering import build_plan
+from soap.simulator.shared import Shared
 from soap.simulator.simulate import Simulator
 from soap.strategy.classical import data_parallel
 from soap.strategy.config import Strategy
@@ -59,7 +60,7 @@ def reference(graph: OperatorGraph, topology: Topology, strategy: Strategy) -> o
 
 
 def engine(graph: OperatorGraph, topology: Topology, strategy: Strategy) -> object:
-    own = Engine(graph, topology, RooflineCosts(topology))
+    own = Engine(Shared(graph, topology, RooflineCosts(topology)))
     own.load(strategy)
     return own
 

@@ -27,7 +27,7 @@ from soap.search import chains, recomputing, starts
 from soap.search.alignment import aligned_with
 from soap.search.chains import search
 from soap.search.compiled.memory import MOVES
-from soap.search.compiled.runner import CompiledChain, CompiledSpace
+from soap.search.compiled.runner import CompiledChain
 from soap.search.constraints import brought_inside, parse
 from soap.search.cuts import improve_by_cuts
 from soap.search.descent import CHANGES, adopt, propose_descent
@@ -41,12 +41,14 @@ from soap.simulator.engine import Engine
 from soap.simulator.folding import Folding, fold
 from soap.simulator.incremental import IncrementalSimulator
 from soap.simulator.lowering import build_plan
+from soap.simulator.shared import Shared
 from soap.simulator.simulate import Simulator
 from soap.strategy.classical import CLASSICAL, NAMED, data_parallel, random_strategy
 from soap.strategy.config import OpConfig, Strategy, SyncConfig, settled
 from soap.strategy.named import named
 from soap.strategy.sync import SHARDED, SPARSE_ALL_GATHER, in_one_partition, parameter_server
 from tests.graph_builder import GraphBuilder, mlp
+from tests.search.toys import compiled_space
 from tests.strategies import CPU, cluster
 
 WHOLE = "strategy"
@@ -117,7 +119,7 @@ def start(seed: int) -> NewStrategy:
 
 
 def held(strategy: Strategy, simulator: Simulator = SIMULATOR) -> Engine:
-    engine = Engine(simulator.graph, simulator.topology, simulator.costs)
+    engine = Engine(Shared(simulator.graph, simulator.topology, simulator.costs))
     engine.load(strategy)
     engine.simulate()
     return engine
@@ -234,7 +236,7 @@ def test_compiled_chains(move: str) -> None:
     usual = data_parallel(GRAPH, FOUR)
     without_effect = {"place": starts.narrowed(GRAPH, FOUR, usual, 2), "prefetch": usual.with_parameter("table", SHARDED)}
     strategy = marked(GRAPH, without_effect.get("place" if move == "swap" else move, usual))
-    chain = CompiledChain(CompiledSpace(space_of(), FOUR, COSTS), strategy, seed=3, proposals=80)
+    chain = CompiledChain(compiled_space(space_of(), FOUR, COSTS), strategy, seed=3, proposals=80)
     chain.weights = {own: float(own == move) for own in MOVES}
     found = []
     for proposals in range(8, 81, 8):
@@ -249,7 +251,7 @@ def test_a_compiled_chain_asks_with_everything() -> None:
     small = replace(CPU, memory_bytes=20_000)
     topology = cluster([2, 2], small)
     strategy = marked(GRAPH, data_parallel(GRAPH, topology))
-    chain = CompiledChain(CompiledSpace(space_of(), topology, COSTS), strategy, seed=3, proposals=300)
+    chain = CompiledChain(compiled_space(space_of(), topology, COSTS), strategy, seed=3, proposals=300)
     asked: list[Strategy] = []
 
     def fits(proposed: Strategy, engine: Engine) -> bool:

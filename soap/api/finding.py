@@ -140,6 +140,7 @@ def _compared_by(simulator: Simulator, options: SearchOptions) -> Draws | None:
 def _dynamic_start(simulator: Simulator, starts: Sequence[str] | None) -> dict[str, Callable[[], Strategy]]:
     """Name -> start that dynamic programming finds. It is made if it is asked for; by default, if that takes seconds at most."""
     from soap.search.dynamic import MAX_PAIRS, dynamic_strategy, pair_count
+    from soap.search.rough_costs import RoughCosts
     from soap.search.space import build_space
 
     if starts is not None and DYNAMIC not in starts:
@@ -147,4 +148,4 @@ def _dynamic_start(simulator: Simulator, starts: Sequence[str] | None) -> dict[s
     space = build_space(simulator.graph, simulator.topology.device_count)
     if starts is None and pair_count(space) > MAX_PAIRS:
         return {}
-    return {DYNAMIC: lambda: dynamic_strategy(space, simulator.topology, simulator.costs, simulator.shared)}
+    return {DYNAMIC: lambda: dynamic_strategy(space, RoughCosts(simulator.shared))}

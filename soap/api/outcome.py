@@ -215,7 +215,7 @@ class SearchOutcome:
         simulator = self.simulator
         count = simulator.topology.device_count
         space = build_space(simulator.graph, count, allowed=parse(simulator.graph, count, self.pins, self.forbidden))
-        return lower_bound(space, simulator.topology, simulator.costs, simulator.shared) if is_quickly_bounded(space) else None
+        return lower_bound(space, simulator.shared.cuts) if is_quickly_bounded(space) else None
 
     def _repr_html_(self) -> str:
         """What notebooks show: the time, beside what the search began with, and the strategy."""

@@ -59,7 +59,7 @@ def _time_ns(simulator: Simulator, strategy: Strategy, known: Simulation | Folde
         return simulate(lower(known.plan, simulator.topology, simulator.costs)).makespan_ns
     from soap.simulator.engine import Engine  # imports numba
 
-    engine = Engine(simulator.graph, simulator.topology, simulator.costs, training=simulator.training, shared=simulator.shared)
+    engine = Engine(simulator.shared)
     engine.load(strategy)
     return engine.simulate()
 

@@ -254,8 +254,10 @@ class Partitioner:
     """Cuts one model on one cluster, devices that are alike once. ``graph``: of one minibatch. ``bound``: D, or None, for processors."""
 
     def __init__(self, graph: OperatorGraph, topology: Topology, costs: CostModel, bound: int | None = 0) -> None:
+        from soap.simulator.shared import Shared  # compiled code, which takes long to import
+
         self.graph, self.topology, self.bound = graph, topology, bound
-        self._prices = StagePrices(graph, topology, costs, 0)
+        self._prices = StagePrices(Shared(graph, topology, costs), 0)
         self._costs: dict[Hashable, StageCosts] = {}
         self._found: dict[Hashable, WorkerPlan | None] = {}
 

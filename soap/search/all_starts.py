@@ -167,7 +167,7 @@ class _More:
         if options.starts is not None or not lacking:
             return True
         left, count = MOST_TILES, 0
-        rough = RoughCosts(space.graph, topology, evaluator.shared.costs, evaluator.shared)
+        rough = RoughCosts(evaluator.shared)
         found = mixtures(space.graph, topology, rough, evaluator.optimizer_states, recompute=options.recompute is not False)
         for own in found:
             at_most_ns = PROMISING * self._least_ns

@@ -262,15 +262,16 @@ class _Run:
 
     def _temper(self, lows: Sequence[tuple[Start, int]]) -> None:
         """Run compiled chains from the strategies at which the descents have ended, best first."""
-        from soap.search.compiled.runner import Fits  # imports numba
-        from soap.search.copies import compiled_space, copies_of
+        from soap.search.compiled.runner import CompiledSpace, Fits  # imports numba
+        from soap.search.copies import copies_of
         from soap.search.tempering import Tempering
 
         budgets = sorted((budget for _, budget in lows), reverse=True)
         copies = copies_of(self.space, self.evaluator, lows[0][0].strategy)
         fits: Fits = self.evaluator.fits if copies is None else copies.fits
         if copies is None:
-            space, begin = compiled_space(self.space, self.evaluator, self.evaluator.shared), [low.strategy for low, _ in lows]
+            space = CompiledSpace(self.space, self.evaluator.shared, self.evaluator.optimizer_states, self.evaluator.draws)
+            begin = [low.strategy for low, _ in lows]
         else:  # others, which are slower, are no copies of the same devices
             budgets, space, begin = [sum(budgets)], copies.compiled, [copies.start]
         chains = Tempering(

@@ -15,7 +15,6 @@ from soap.simulator.engine import Engine
 from soap.simulator.folded_bound import folded_shared
 from soap.simulator.folding import Folding
 from soap.simulator.incremental import IncrementalSimulator
-from soap.simulator.shared import Shared
 from soap.strategy.config import Strategy
 
 
@@ -66,9 +65,5 @@ def copies_of(space: Space, evaluator: IncrementalSimulator, strategy: Strategy)
         by_field=folds,
         sizes=(),
     )
-    return Copies(strategy, folding, compiled_space(own, evaluator, folded_shared(folding, evaluator.shared.costs)), evaluator)
-
-
-def compiled_space(space: Space, evaluator: IncrementalSimulator, shared: Shared) -> CompiledSpace:
-    """A space as arrays, for chains by an evaluator's costs. ``shared``: what their engines share."""
-    return CompiledSpace(space, shared.topology, shared.costs, evaluator.optimizer_states, evaluator.draws, shared.training, shared)
+    shared = folded_shared(folding, evaluator.shared.costs)
+    return Copies(strategy, folding, CompiledSpace(own, shared, evaluator.optimizer_states, evaluator.draws), evaluator)

@@ -20,14 +20,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from soap.cluster.topology import Topology
 from soap.search.rough_costs import Laid, RoughCosts
 from soap.search.space import OperatorSpace, Space, make_config
-from soap.simulator.costs import CostModel
 from soap.strategy.config import OpConfig, Strategy
 
 if TYPE_CHECKING:
-    from soap.simulator.shared import Shared
+    pass
 
 Costs = NDArray[np.float64]
 
@@ -140,21 +138,17 @@ def pair_count(space: Space) -> int:
     return sum(seen.values())
 
 
-def dynamic_strategy(space: Space, topology: Topology, costs: CostModel, shared: Shared | None = None) -> Strategy:
-    """The strategy of structured configurations that the dynamic programme finds. ``shared``: what engines of these have worked out;
-    nothing if None."""
-    problem, choices = additive_costs(space, topology, costs, shared)
+def dynamic_strategy(space: Space, rough: RoughCosts) -> Strategy:
+    """The strategy of structured configurations that the dynamic programme finds."""
+    problem, choices = additive_costs(space, rough)
     chosen, _ = minimise(problem)
     names = [op.name for op in space.graph.operators]
     return Strategy({name: own[c] for name, own, c in zip(names, choices, chosen, strict=True)})
 
 
-def additive_costs(
-    space: Space, topology: Topology, costs: CostModel, shared: Shared | None = None
-) -> tuple[Additive, list[list[OpConfig]]]:
-    """The sum to minimise, in seconds, and each operator's candidates. ``shared``: as in ``dynamic_strategy``."""
+def additive_costs(space: Space, rough: RoughCosts) -> tuple[Additive, list[list[OpConfig]]]:
+    """The sum to minimise, in seconds, and each operator's candidates."""
     graph = space.graph
-    rough = RoughCosts(graph, topology, costs, shared)
     by_space = {own: candidates(own) for own in dict.fromkeys(space.operators)}
     choices = [by_space[own] for own in space.operators]
     laid, nodes = _laid(rough, choices)

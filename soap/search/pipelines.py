@@ -18,7 +18,6 @@ import numpy as np
 from soap.cluster.topology import Topology
 from soap.errors import ScheduleError
 from soap.model.batch import MAX_MICROBATCHES, MicroBatches
-from soap.model.graph import OperatorGraph
 from soap.schedules.checking import check
 from soap.schedules.dependencies import Dependencies
 from soap.schedules.named import SCHEDULES, NamedSchedule
@@ -28,7 +27,6 @@ from soap.search.constraints import Allowed
 from soap.search.stage_costs import StageCosts, StagePrices
 from soap.search.stage_groups import StageGroups, stage_groups
 from soap.search.stages import Integers, Partition, partition
-from soap.simulator.costs import CostModel
 from soap.strategy.grids import tensor_parallel_width
 
 if TYPE_CHECKING:
@@ -72,23 +70,15 @@ class Pipeline:
 
 
 def pipelines(
-    graph: OperatorGraph,
-    topology: Topology,
-    costs: CostModel,
-    optimizer_states: int,
-    *,
-    allowed: Sequence[Allowed | None] = (),
-    at_most_ns: float = inf,
-    shared: Shared | None = None,
+    shared: Shared, optimizer_states: int, *, allowed: Sequence[Allowed | None] = (), at_most_ns: float = inf
 ) -> list[Pipeline]:
     """The best pipeline of every shape, the most promising first; none on one device, or without samples. Of more than ``MOST_KEPT`` that
     fit without some of those that are slower than so many others, or lack memory. ``allowed``: by operator, what the user leaves to it, of
-    which only stages count here. ``at_most_ns``: without shapes that would take longer if all devices had an equal share of the work.
-    ``shared``: as in ``StagePrices``."""
-    samples = MicroBatches(graph, 1).samples
+    which only stages count here. ``at_most_ns``: without shapes that would take longer if all devices had an equal share of the work."""
+    graph, topology, samples = shared.graph, shared.topology, MicroBatches(shared.graph, 1).samples
     if topology.device_count == 1 or samples is None:
         return []
-    prices, cut = StagePrices(graph, topology, costs, optimizer_states, shared), lru_cache(None)(lambda count: MicroBatches(graph, count))
+    prices, cut = StagePrices(shared, optimizer_states), lru_cache(None)(lambda count: MicroBatches(graph, count))
     shapes: list[tuple[float, int, _Shape, StageCosts]] = []
     for groups in stage_groups(topology, min(MOST_STAGES, len(graph.operators))):
         widths = [len(group) for group in groups.devices]

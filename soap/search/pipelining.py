@@ -65,9 +65,8 @@ def best_pipeline(
 ) -> Start | None:
     """The best of the pipelines that are simulated and that the space allows; None if there is none, or if rough costs expect the best one
     that fits to take longer than ``at_most_ns``."""
-    graph, shared, states = space.graph, evaluator.shared, evaluator.optimizer_states
-    limit_ns = inf if at_most_ns is None else at_most_ns
-    found = pipelines(graph, topology, shared.costs, states, allowed=space.allowed, at_most_ns=limit_ns, shared=shared)
+    graph, limit_ns = space.graph, inf if at_most_ns is None else at_most_ns
+    found = pipelines(evaluator.shared, evaluator.optimizer_states, allowed=space.allowed, at_most_ns=limit_ns)
     if at_most_ns is not None and (not found or found[0].lacking_bytes or found[0].expected_ns > at_most_ns):
         return None
     legal = (own for own in (pipelined(graph, topology, one) for one in found) if is_legal(space, topology, own))

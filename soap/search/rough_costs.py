@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from soap.cluster.topology import Topology
-from soap.model.graph import Operand, OperatorGraph
-from soap.simulator.costs import CostModel
+from soap.model.graph import Operand
 from soap.strategy.config import OpConfig
 
 if TYPE_CHECKING:
@@ -51,14 +49,10 @@ class Laid:
 class RoughCosts:
     """Times of operators and edges of a graph on a cluster."""
 
-    def __init__(self, graph: OperatorGraph, topology: Topology, costs: CostModel, shared: Shared | None = None) -> None:
-        """``shared``: what engines of these have worked out; nothing if None."""
-        from soap.simulator.shared import Shared  # imports numba
-
-        self.graph, self.topology, self.costs = graph, topology, costs
-        self._shared = shared or Shared(graph, topology, costs)
-        self.cuts = self._shared.cuts
-        self.communication = self._shared.communication
+    def __init__(self, shared: Shared) -> None:
+        """``shared``: graph, cluster and costs, with what engines of these have worked out."""
+        self.graph, self.topology, self.costs, self._shared = shared.graph, shared.topology, shared.costs, shared
+        self.cuts, self.communication, topology = shared.cuts, shared.communication, shared.topology
         self._moved = np.zeros((topology.device_count, topology.device_count), np.int64)
         self._cuts: dict[tuple[object, ...], Cut] = {}
         self._updates_ns: dict[tuple[int, int], int] = {}

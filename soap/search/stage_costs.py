@@ -15,15 +15,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from soap.cluster.topology import Topology
 from soap.model.batch import MicroBatches
-from soap.model.graph import OperatorGraph, TensorKind
+from soap.model.graph import TensorKind
 from soap.model.regions import volume
 from soap.plan.tiling import made_bytes, tiles_of
 from soap.search.rough_costs import Laid, RoughCosts
 from soap.search.stage_groups import StageGroups
 from soap.search.stages import Chain, Integers
-from soap.simulator.costs import CostModel
 from soap.simulator.memory.footprint import kept_share
 from soap.strategy.config import OpConfig
 from soap.strategy.megatron import staged
@@ -58,13 +56,9 @@ class StageCosts:
 class StagePrices:
     """Works out ``StageCosts``."""
 
-    def __init__(
-        self, graph: OperatorGraph, topology: Topology, costs: CostModel, optimizer_states: int, shared: Shared | None = None
-    ) -> None:
-        """``shared``: what engines of these have worked out; nothing if None."""
-        self._graph, self._topology, self._states = graph, topology, optimizer_states
-        self._rough = RoughCosts(graph, topology, costs, shared)
-        self._chains = find_chains(graph)
+    def __init__(self, shared: Shared, optimizer_states: int) -> None:
+        self._graph, self._topology, self._states, self._rough = shared.graph, shared.topology, optimizer_states, RoughCosts(shared)
+        self._chains = find_chains(shared.graph)
         self._configs = lru_cache(None)(self._configs_of)
         self._borders = lru_cache(None)(self._borders_of)
         self._laid: dict[tuple[object, ...], Laid] = {}

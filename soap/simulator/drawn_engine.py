@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from soap.cluster.topology import Topology
-from soap.model.graph import OperatorGraph
-from soap.plan.compression.training import PLAIN, PlannedTraining
 from soap.simulator.compiled.draws import Drawing, draw_tables, make_drawing, play_draws
 from soap.simulator.compiled.events import NO_BOUND
 from soap.simulator.compiled.graph_arrays import Longs
 from soap.simulator.compiled.handles import handle
-from soap.simulator.costs import CostModel
 from soap.simulator.draws import Draws
 from soap.simulator.engine import Engine
 from soap.simulator.shared import Shared
@@ -24,18 +20,10 @@ class DrawnEngine(Engine):
 
     _drawing: Drawing
 
-    def __init__(
-        self,
-        graph: OperatorGraph,
-        topology: Topology,
-        costs: CostModel,
-        draws: Draws,
-        training: PlannedTraining = PLAIN,
-        shared: Shared | None = None,
-    ) -> None:
+    def __init__(self, shared: Shared, draws: Draws) -> None:
         self.draws = draws
         self._usual_ns = self._proposed_usual_ns = 0
-        super().__init__(graph, topology, costs, draws=draws, training=training, shared=shared)
+        super().__init__(shared, draws)
 
     def simulate(self) -> int:
         """Cost in ns of the loaded strategy under all draws, from full simulations."""
@@ -82,15 +70,6 @@ class DrawnEngine(Engine):
         self.drawing = handle(self._drawing)
 
 
-def make_engine(
-    graph: OperatorGraph,
-    topology: Topology,
-    costs: CostModel,
-    draws: Draws | None,
-    training: PlannedTraining = PLAIN,
-    shared: Shared | None = None,
-) -> Engine:
-    """An engine, with draws if there are any. ``shared``: as in ``Engine``."""
-    if draws is None:
-        return Engine(graph, topology, costs, training=training, shared=shared)
-    return DrawnEngine(graph, topology, costs, draws, training, shared)
+def make_engine(shared: Shared, draws: Draws | None) -> Engine:
+    """An engine, with draws if there are any."""
+    return Engine(shared) if draws is None else DrawnEngine(shared, draws)

@@ -42,7 +42,7 @@ def drawn_times(simulator: Simulator, strategies: Iterable[Strategy], draws: Dra
     for strategy in strategies:
         folding = simulator.folding(strategy, nearly=True) if is_large(strategy) else ""
         if isinstance(folding, str):
-            whole = whole or make_engine(simulator.graph, simulator.topology, simulator.costs, draws, shared=simulator.shared)
+            whole = whole or make_engine(simulator.shared, draws)
             engine, loaded = whole, strategy
         else:
             engine, loaded = folded_engine(folding, simulator.costs, draws), folding.copies.strategy

@@ -9,14 +9,10 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 
-from soap.cluster.topology import Topology
 from soap.errors import ModelError
-from soap.model.graph import OperatorGraph
-from soap.plan.compression.training import PLAIN, PlannedTraining
 from soap.plan.pass_order import PassOrder
 from soap.plan.scheduling import Orders
 from soap.simulator.communication.offloading import names_behind_links
-from soap.simulator.communication.prices import Communication
 from soap.simulator.compiled.change import KEEP, PREFETCH, REPLACED_OPERATORS, Edit, make_edit, make_undo
 from soap.simulator.compiled.communication import MISSING
 from soap.simulator.compiled.draws import NO_DRAWING, Drawing
@@ -40,7 +36,6 @@ from soap.simulator.compiled.trial import TAKEN, Trial, make_trial
 from soap.simulator.compiled.variants import Variants, VariantTables
 from soap.simulator.compiled.waits import Waits, note_waits
 from soap.simulator.compiled.world import World
-from soap.simulator.costs import CostModel
 from soap.simulator.draws import Draws
 from soap.simulator.shared import Shared
 from soap.simulator.tasks import UNNUMBERED, unnumbered
@@ -165,19 +160,9 @@ class Engine:
     drawing: Drawing = NO_DRAWING
     """For compiled code: what plays the strategy under draws of the costs (``drawn_engine``)."""
 
-    def __init__(
-        self,
-        graph: OperatorGraph,
-        topology: Topology,
-        costs: CostModel,
-        communication: Communication | None = None,
-        draws: Draws | None = None,
-        training: PlannedTraining = PLAIN,
-        shared: Shared | None = None,
-    ) -> None:
-        """``communication``: prices of this topology, if not the usual ones (``folding``). ``draws``: for ``DrawnEngine``. ``training``:
-        what training adds to compressed parameters. ``shared``: what other engines of these have; its own if None."""
-        shared = shared or Shared(graph, topology, costs, training, communication)
+    def __init__(self, shared: Shared, draws: Draws | None = None) -> None:
+        """``shared``: graph, cluster and costs, with what other engines of these have. ``draws``: for ``DrawnEngine``."""
+        graph, topology = shared.graph, shared.topology
         self.shared, self.graph, self.topology, self._orders = shared, graph, topology, Orders(graph)
         self.choices: Mapping[str, Sequence[SyncConfig]] = {}
         """Parameter -> the synchronizations that compiled code chooses from."""

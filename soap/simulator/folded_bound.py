@@ -20,8 +20,7 @@ def folded_shared(folding: Folding, costs: CostModel) -> Shared:
 
 def folded_engine(folding: Folding, costs: CostModel, draws: Draws | None = None) -> Engine:
     """An engine, with draws if there are any, for ``folding.copies.strategy``, and for those of foldings that are ``alike``."""
-    shared = folded_shared(folding, costs)
-    return make_engine(shared.graph, shared.topology, costs, draws, shared.training, shared)
+    return make_engine(folded_shared(folding, costs), draws)
 
 
 def alike(one: Folding, other: Folding) -> bool:

@@ -124,8 +124,7 @@ class IncrementalSimulator:
         return engine
 
     def _engine(self) -> Engine:
-        simulator = self._simulator
-        return make_engine(simulator.graph, simulator.topology, simulator.costs, self.draws, simulator.training, simulator.shared)
+        return make_engine(self.shared, self.draws)
 
     def _holder(self, strategy: Strategy) -> _Holder:
         simulator = self._simulator

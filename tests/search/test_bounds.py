@@ -40,7 +40,7 @@ def test_no_strategy_of_the_space_is_below(graph, topology, points, mix, seed) -
     topology = mixed(topology) if mix else topology
     costs = PointCosts(1000) if points else RooflineCosts(topology)
     space, simulator = build_space(graph, topology.device_count, every_degree=True), Simulator(graph, topology, costs)
-    bound = lower_bound(space, topology, costs)
+    bound = lower_bound(space, CutOperators(space.graph, topology, costs))
     assert bound.bound_ns == max(bound.path_ns, bound.work_ns) > 0
     rng = random.Random(seed)
     for _ in range(5):
@@ -83,11 +83,11 @@ def test_touched_and_covered_are_so_under_all_degrees(factor, scale, lo, hi, siz
 
 def test_the_bound_of_a_chain_by_hand() -> None:
     graph, topology = chain(4, 2, 2), pairwise_cluster(2)
-    bound = lower_bound(build_space(graph, 2), topology, PointCosts())
+    bound = lower_bound(build_space(graph, 2), CutOperators(graph, topology, PointCosts()))
     # l1 has 4 * 2 * 2 points and the loss 4, of which a tile has half; backward takes twice as long.
     assert bound.path_ns == 3 * (8 + 2) * UNIT_NS
     assert bound.work_ns == pytest.approx(3 * (16 + 4) * UNIT_NS / 2)
-    alone = lower_bound(build_space(graph, 1), pairwise_cluster(1), PointCosts())
+    alone = lower_bound(build_space(graph, 1), CutOperators(graph, pairwise_cluster(1), PointCosts()))
     assert alone.path_ns == 3 * (16 + 4) * UNIT_NS
 
 
@@ -102,14 +102,15 @@ def test_lookups_count_as_what_is_quicker() -> None:
     for sync in (SyncConfig(), SPARSE_ALL_GATHER):
         tasks = simulator.run(usual.with_parameter("table", sync)).tasks.tasks
         computing.append(sum(task.duration_ns for task in tasks if task.tile is not None))
-    assert lower_bound(build_space(graph, 1), topology, costs).bound_ns == computing[1] < computing[0] / 4
+    assert lower_bound(build_space(graph, 1), CutOperators(graph, topology, costs)).bound_ns == computing[1] < computing[0] / 4
 
 
 def test_slower_devices_count_by_their_speed() -> None:
     graph, topology = transformer(), cluster([2])
     half = DeviceType("half", "cuda", {"float32": 5e11}, 5e10, 2**32, 1e-5, "made up for tests")
     devices = (topology.devices[0], replace(topology.devices[1], type=half))
-    bounds = [lower_bound(build_space(graph, 2), own, RooflineCosts(own)) for own in (topology, replace(topology, devices=devices))]
+    space, others = build_space(graph, 2), (topology, replace(topology, devices=devices))
+    bounds = [lower_bound(space, CutOperators(graph, own, RooflineCosts(own))) for own in others]
     assert bounds[1].work_ns == pytest.approx(2 / 1.5 * bounds[0].work_ns, rel=1e-3)
     assert bounds[1].path_ns == bounds[0].path_ns  # which may go over the quicker device
 
@@ -131,7 +132,7 @@ def test_durations_are_those_of_the_cost_model(make) -> None:  # type: ignore[no
 @pytest.mark.long
 def test_a_large_batch_on_quick_links_comes_near_the_bound() -> None:
     simulator = simulator_for("zoo:resnet50@4096", load_cluster("h200-8"))
-    bound = lower_bound(build_space(simulator.graph, 8), simulator.topology, simulator.costs)
+    bound = lower_bound(build_space(simulator.graph, 8), CutOperators(simulator.graph, simulator.topology, simulator.costs))
     found_ns = simulator.makespan_ns(data_parallel(simulator.graph, simulator.topology))
     assert 0.8 * found_ns < bound.bound_ns < found_ns
 
@@ -141,5 +142,5 @@ def test_the_path_goes_on_behind_a_concatenation() -> None:
     x = g.input("x", 4, 2)
     branches = [g.linear(x, 2, bias=False), g.linear(g.linear(x, 2, bias=False), 2, bias=False)]
     graph = g.build(g.mean(g.concat(*branches, 1)))
-    bound = lower_bound(build_space(graph, 1), pairwise_cluster(1), PointCosts())
+    bound = lower_bound(build_space(graph, 1), CutOperators(graph, pairwise_cluster(1), PointCosts()))
     assert bound.path_ns == 3 * (16 + 16 + 16) * UNIT_NS  # the shorter branch, the concatenation, the loss

@@ -14,6 +14,7 @@ from soap.profiles.roofline import RooflineCosts
 from soap.search.dynamic import MAX_CANDIDATES, MOST_SINGLES, Additive, additive_costs, candidates, dynamic_strategy, minimise, pair_count
 from soap.search.rough_costs import RoughCosts
 from soap.search.space import build_space
+from soap.simulator.shared import Shared
 from soap.simulator.simulate import Simulator
 from soap.strategy.classical import data_parallel
 from soap.strategy.config import OpConfig
@@ -69,7 +70,7 @@ def test_four_operators_that_all_know_each_other_are_not_exact() -> None:
 def test_strategies_are_legal_and_structured(graph, device_count) -> None:  # type: ignore[no-untyped-def]
     topology = cluster([device_count])
     space = build_space(graph, device_count)
-    strategy = dynamic_strategy(space, topology, RooflineCosts(topology))
+    strategy = dynamic_strategy(space, RoughCosts(Shared(space.graph, topology, RooflineCosts(topology))))
     strategy.validate(graph, device_count)
     for op, own in zip(graph.operators, space.operators, strict=True):
         assert own.log_weight(strategy.operators[op.name]) == 0.0
@@ -79,7 +80,7 @@ def test_costs_of_one_device_are_the_simulated_time() -> None:
     """On one device nothing overlaps, so the sum is the prediction."""
     graph, topology = mlp(), cluster([1])
     costs = RooflineCosts(topology)
-    problem, choices = additive_costs(build_space(graph, 1), topology, costs)
+    problem, choices = additive_costs(build_space(graph, 1), RoughCosts(Shared(graph, topology, costs)))
     assert [len(own) for own in choices] == [1] * len(graph.operators)
     expected_ns = Simulator(graph, topology, costs).makespan_ns(data_parallel(graph, topology))
     assert 1e9 * problem.total([0] * len(choices)) == pytest.approx(expected_ns)
@@ -87,7 +88,7 @@ def test_costs_of_one_device_are_the_simulated_time() -> None:
 
 def test_an_edge_costs_what_has_to_move() -> None:
     graph, topology = layers(2, rows=4), cluster([2], latency_seconds=1.0)
-    problem, choices = additive_costs(build_space(graph, 2), topology, RooflineCosts(topology))
+    problem, choices = additive_costs(build_space(graph, 2), RoughCosts(Shared(graph, topology, RooflineCosts(topology))))
     at = {config: i for i, config in enumerate(choices[0])}
     here, there, split, both = OpConfig((1,), (0,)), OpConfig((1,), (1,)), OpConfig((2,), (0, 1)), OpConfig((1,), (0, 1), 2)
     edge = problem.edges[0, 1]
@@ -99,7 +100,7 @@ def test_an_edge_costs_what_has_to_move() -> None:
 def test_edges_of_all_pairs_are_those_of_plain_python() -> None:
     """One host after the other: what is read and not held comes from the nearest holder, and the busiest reader counts."""
     graph, topology = transformer(), cluster([2, 2])
-    rough, space = RoughCosts(graph, topology, RooflineCosts(topology)), build_space(graph, 4)
+    rough, space = RoughCosts(Shared(graph, topology, RooflineCosts(topology))), build_space(graph, 4)
     latency, per_byte = rough.routes
     for j, op in enumerate(graph.operators):
         for k, operand in enumerate(op.inputs):
@@ -146,5 +147,5 @@ def test_candidates_are_limited() -> None:
 def test_it_beats_data_parallelism_where_matrices_are_large() -> None:
     simulator = simulator_for("zoo:alexnet", cluster([2, 2]))
     space = build_space(simulator.graph, 4)
-    strategy = dynamic_strategy(space, simulator.topology, simulator.costs)
+    strategy = dynamic_strategy(space, RoughCosts(Shared(space.graph, simulator.topology, simulator.costs)))
     assert simulator.makespan_ns(strategy) < simulator.makespan_ns(data_parallel(simulator.graph, simulator.topology))

@@ -19,6 +19,7 @@ from soap.search.options import SearchOptions
 from soap.search.pipeline_moves import MICROBATCHES, pipeline_moves
 from soap.search.rough_costs import RoughCosts
 from soap.simulator.incremental import IncrementalSimulator
+from soap.simulator.shared import Shared
 from soap.simulator.simulate import Simulator
 from soap.strategy.named import RECOMPUTE, named
 from soap.strategy.stages import devices_of_stages
@@ -29,7 +30,7 @@ GRAPH, TOPOLOGY = transformer(batch=16, layers=4), cluster([4, 4], GPU)
 
 
 def grid(topology: Topology = TOPOLOGY, *, recompute: bool = True, graph: OperatorGraph = GRAPH) -> dict[str, Mixture]:
-    rough = RoughCosts(graph, topology, RooflineCosts(topology))
+    rough = RoughCosts(Shared(graph, topology, RooflineCosts(topology)))
     return {own.name: own for own in mixtures(graph, topology, rough, 2, recompute=recompute)}
 
 

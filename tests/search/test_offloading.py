@@ -14,7 +14,7 @@ from soap.model.graph import OperatorGraph
 from soap.profiles.roofline import RooflineCosts
 from soap.search.chains import search
 from soap.search.compiled.memory import MOVES
-from soap.search.compiled.runner import CompiledChain, CompiledSpace
+from soap.search.compiled.runner import CompiledChain
 from soap.search.constraints import brought_inside, parse
 from soap.search.descent import recompute
 from soap.search.offloading import budgeted_offloading, offload_to_fit, offloading_starts, with_offloading
@@ -33,6 +33,7 @@ from soap.strategy.recomputation import LIGHT, RECOMPUTED, STAYS, runs_of, with_
 from soap.strategy.sync import ALL_REDUCE, SHARDED, SHARDED_STATE, SPARSE_ALL_GATHER
 from tests.graph_builder import GraphBuilder, mlp
 from tests.search.test_recomputing import wide
+from tests.search.toys import compiled_space
 from tests.strategies import GPU, cluster
 
 GRAPH = mlp(batch=4)
@@ -94,7 +95,7 @@ def test_moves_mark_sets_of_operators_that_have_no_other_mark() -> None:
     made = [own.strategy for own in (recompute(draw, space, usual) for _ in range(80)) if own is not None]
     kinds = {mark_of(config) for own in made for config in own.operators.values()}
     assert kinds == {STAYS, RECOMPUTED, LIGHT, OFFLOADED}
-    chain = CompiledChain(CompiledSpace(space, topology, RooflineCosts(topology)), usual, seed=2, proposals=80)
+    chain = CompiledChain(compiled_space(space, topology, RooflineCosts(topology)), usual, seed=2, proposals=80)
     chain.weights = {move: float(move == "recompute") for move in MOVES}
     seen = set()
     for proposals in range(8, 81, 8):

@@ -19,6 +19,7 @@ from soap.search.pipelining import pipelined
 from soap.search.stage_costs import StageCosts, StagePrices
 from soap.search.stage_groups import StageGroups, stage_groups
 from soap.search.stages import Chain
+from soap.simulator.shared import Shared
 from tests.graph_builder import GraphBuilder, convnet, mlp, transformer
 from tests.search.test_stages import assert_best
 from tests.strategies import CPU, cluster
@@ -67,7 +68,7 @@ NETS: dict[str, Callable[[], OperatorGraph]] = {
 
 
 def costs_of(graph: OperatorGraph, topology: Topology, groups: StageGroups, count: int) -> StageCosts:
-    return StagePrices(graph, topology, RooflineCosts(topology), 2).costs(groups, 1, MicroBatches(graph, count))
+    return StagePrices(Shared(graph, topology, RooflineCosts(topology)), 2).costs(groups, 1, MicroBatches(graph, count))
 
 
 @pytest.mark.parametrize("name", NETS)
@@ -116,7 +117,7 @@ def test_slower_devices_take_longer_and_micro_batches_share_activations() -> Non
 
 def test_all_pipelines_are_legal_and_the_best_comes_first() -> None:
     graph, topology = transformer(layers=2), cluster([2, 2], CPU)
-    found = pipelines(graph, topology, RooflineCosts(topology), 2)
+    found = pipelines(Shared(graph, topology, RooflineCosts(topology)), 2)
     assert [own.score for own in found] == sorted(own.score for own in found)
     assert {len(own.stages) for own in found} == {2, 4} and {own.microbatches for own in found} == {2, 4, 8}
     assert {own.tensor for own in found} == {1, 2}
@@ -130,9 +131,9 @@ def test_barriers_leave_gpipe_alone() -> None:
     x = g.linear(g.input("x", 8, 4), 8, name="first")
     x = g.linear(g.elementwise(x, g.batch_mean(x)), 8, name="second")
     graph, topology = g.build(g.mean(x)), cluster([1, 1], CPU)
-    assert {own.schedule.schedule.name for own in pipelines(graph, topology, RooflineCosts(topology), 2)} == {"gpipe"}
+    assert {own.schedule.schedule.name for own in pipelines(Shared(graph, topology, RooflineCosts(topology)), 2)} == {"gpipe"}
 
 
 def test_there_is_none_on_one_device() -> None:
     topology = cluster([1], CPU)
-    assert pipelines(mlp(), topology, RooflineCosts(topology), 2) == []
+    assert pipelines(Shared(mlp(), topology, RooflineCosts(topology)), 2) == []

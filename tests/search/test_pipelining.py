@@ -13,7 +13,7 @@ from soap.errors import InfeasibleError, StrategyError
 from soap.model.graph import OperatorGraph
 from soap.profiles.roofline import RooflineCosts
 from soap.search.chains import search
-from soap.search.compiled.runner import CompiledChain, CompiledSpace
+from soap.search.compiled.runner import CompiledChain
 from soap.search.offloading import with_offloading
 from soap.search.options import SearchOptions
 from soap.search.pipeline_moves import BORDER, DEVICES, MICROBATCHES, PIPELINE_MOVES, SCHEDULE, pipeline_moves
@@ -24,10 +24,12 @@ from soap.search.record import SearchResult
 from soap.search.space import build_space
 from soap.search.starts import Start
 from soap.simulator.incremental import IncrementalSimulator
+from soap.simulator.shared import Shared
 from soap.simulator.simulate import Simulator
 from soap.strategy.named import PIPELINE
 from soap.strategy.stages import chunks_of, devices_of_stages
 from tests.graph_builder import GraphBuilder, mlp, transformer
+from tests.search.toys import compiled_space
 from tests.strategies import GPU, cluster
 
 BUSY = DeviceType("test-busy", "cpu", {"float32": 1e8}, 1e9, 2**30, 1e-7, "made up for tests")
@@ -124,7 +126,7 @@ def test_moves_change_one_thing_and_know_when_they_are_legal() -> None:
 
 def two_stages(graph: OperatorGraph, topology: Topology) -> Start:
     """The most promising pipeline of two stages and four micro-batches."""
-    found = pipelines(graph, topology, RooflineCosts(topology), 2)
+    found = pipelines(Shared(graph, topology, RooflineCosts(topology)), 2)
     return Start("two", pipelined(graph, topology, next(own for own in found if (len(own.stages), own.microbatches) == (2, 4))), 0, 0)
 
 
@@ -164,7 +166,7 @@ def test_a_pipeline_that_lacks_memory_recomputes_and_then_offloads() -> None:
     """Each only as far as the options leave it."""
     graph = activations()
     wide = cluster([1, 1], replace(GPU, memory_bytes=2**40))
-    roomy = [pipelined(graph, wide, own) for own in pipelines(graph, wide, RooflineCosts(wide), 2)]
+    roomy = [pipelined(graph, wide, own) for own in pipelines(Shared(graph, wide, RooflineCosts(wide)), 2)]
     needs = min(max(Simulator(graph, wide, RooflineCosts(wide)).run(own).peak_bytes) for own in roomy)
     topology = replace(wide, limits=(needs * 95 // 100,) * 2)  # less than the smallest pipeline needs
 
@@ -185,7 +187,7 @@ def test_compiled_chains_run_inside_stages() -> None:
     own, two = simulator(topology, graph), two_stages(graph, topology)
     space = space_of(with_recomputation(build_space(graph, 4)), two)
     assert space is not None
-    chain = CompiledChain(CompiledSpace(space, topology, own.costs), two.strategy, seed=3, proposals=1500)
+    chain = CompiledChain(compiled_space(space, topology, own.costs), two.strategy, seed=3, proposals=1500)
     rng = random.Random(0)
     for last in range(150, 1500, 150):
         chain.run(last, beta=rng.choice((3.0, 300.0)), focus=100.0)

@@ -16,6 +16,7 @@ from soap.search.polish import MOVE, polish, structured_count
 from soap.search.space import build_space
 from soap.simulator.engine import Engine
 from soap.simulator.incremental import IncrementalSimulator
+from soap.simulator.shared import Shared
 from soap.simulator.simulate import Simulator
 from soap.strategy.classical import random_strategy, single_device
 from soap.strategy.config import OpConfig, Strategy
@@ -27,7 +28,7 @@ from tests.strategies import cases, cluster
 
 
 def held(simulator: Simulator, strategy: Strategy) -> Engine:
-    engine = Engine(simulator.graph, simulator.topology, simulator.costs)
+    engine = Engine(Shared(simulator.graph, simulator.topology, simulator.costs))
     engine.load(strategy)
     engine.simulate()
     return engine

@@ -11,7 +11,7 @@ import pytest
 
 from soap.profiles.roofline import RooflineCosts
 from soap.search.compiled.memory import MOVES
-from soap.search.compiled.runner import CompiledChain, CompiledSpace
+from soap.search.compiled.runner import CompiledChain
 from soap.search.descent import prefetch, propose_descent
 from soap.search.space import MOST_PREFETCHED, build_space
 from soap.simulator.incremental import IncrementalSimulator
@@ -19,6 +19,7 @@ from soap.simulator.simulate import Simulator
 from soap.strategy.classical import data_parallel, fsdp
 from soap.strategy.sync import sync_choices
 from tests.graph_builder import mlp
+from tests.search.toys import compiled_space
 from tests.strategies import GPU, cluster
 
 GRAPH, TOPOLOGY = mlp(64, (256,) * 10), cluster([1, 1], GPU, 1e10)
@@ -31,7 +32,7 @@ def test_a_chain_takes_each_by_its_time() -> None:
     simulator = Simulator(GRAPH, TOPOLOGY, COSTS)
     cost_ns = [simulator.makespan_ns(replace(SHARED, prefetch=ahead)) for ahead in range(MOST_PREFETCHED + 1)]
     assert len(set(cost_ns)) > 2
-    chain = CompiledChain(CompiledSpace(SPACE, TOPOLOGY, COSTS), SHARED, seed=1, proposals=4000)
+    chain = CompiledChain(compiled_space(SPACE, TOPOLOGY, COSTS), SHARED, seed=1, proposals=4000)
     chain.weights = {move: float(move == "prefetch") for move in MOVES}
     start_ns, visits, beta = chain.cost_ns, Counter[int](), 20.0
     for proposals in range(1, 4001):
@@ -50,10 +51,10 @@ def test_a_chain_takes_each_by_its_time() -> None:
 def test_nothing_is_proposed_where_nothing_is_gathered() -> None:
     usual, rng = data_parallel(GRAPH, TOPOLOGY), random.Random(1)
     assert all(prefetch(rng, SPACE, usual) is None for _ in range(10))
-    chain = CompiledChain(CompiledSpace(SPACE, TOPOLOGY, COSTS), usual, seed=1, proposals=5)
+    chain = CompiledChain(compiled_space(SPACE, TOPOLOGY, COSTS), usual, seed=1, proposals=5)
     chain.weights = {move: float(move == "prefetch") for move in MOVES}
     assert chain.run(5, beta=1.0, focus=0.0) == 0
-    without = CompiledChain(CompiledSpace(build_space(GRAPH, 2), TOPOLOGY, COSTS), usual, seed=1, proposals=5)
+    without = CompiledChain(compiled_space(build_space(GRAPH, 2), TOPOLOGY, COSTS), usual, seed=1, proposals=5)
     assert without.weights["prefetch"] == 0 < chain.weights["prefetch"]
 
 

@@ -15,7 +15,7 @@ from soap.model.graph import OperatorGraph
 from soap.profiles.roofline import RooflineCosts
 from soap.search.chains import search
 from soap.search.compiled.memory import MOVES
-from soap.search.compiled.runner import CompiledChain, CompiledSpace
+from soap.search.compiled.runner import CompiledChain
 from soap.search.constraints import brought_inside, parse
 from soap.search.descent import recompute
 from soap.search.options import SearchOptions
@@ -30,6 +30,7 @@ from soap.strategy.named import MOST_SAVING, named
 from soap.strategy.recomputation import LIGHT, RECOMPUTED, STAYS, recomputed, repeatable, run_levels, runs_of, with_levels
 from soap.strategy.sync import sync_choices
 from tests.graph_builder import GraphBuilder, transformer
+from tests.search.toys import compiled_space
 from tests.strategies import CPU, cluster
 
 LAYERS = 6
@@ -158,7 +159,7 @@ def test_the_move_marks_sets_alone(share: float) -> None:
 def test_compiled_chains_toggle_marks_alone() -> None:
     strategy = data_parallel(GRAPH, AMPLE)
     space = with_recomputation(build_space(GRAPH, 2))
-    chain = CompiledChain(CompiledSpace(space, AMPLE, RooflineCosts(AMPLE)), strategy, seed=2, proposals=60)
+    chain = CompiledChain(compiled_space(space, AMPLE, RooflineCosts(AMPLE)), strategy, seed=2, proposals=60)
     chain.weights = {move: float(move == "recompute") for move in MOVES}
     seen = set()
     for proposals in range(6, 61, 6):
@@ -171,7 +172,7 @@ def test_compiled_chains_toggle_marks_alone() -> None:
 
 
 def test_the_move_is_out_of_reach_where_nothing_may_be_recomputed() -> None:
-    space = CompiledSpace(build_space(GRAPH, 2), AMPLE, RooflineCosts(AMPLE))
+    space = compiled_space(build_space(GRAPH, 2), AMPLE, RooflineCosts(AMPLE))
     chain = CompiledChain(space, data_parallel(GRAPH, AMPLE), seed=2, proposals=9)
     assert chain.weights["recompute"] == 0
 

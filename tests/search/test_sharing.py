@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from soap.profiles.roofline import RooflineCosts
 from soap.search.compiled.memory import MOVES
-from soap.search.compiled.runner import CompiledChain, CompiledSpace
+from soap.search.compiled.runner import CompiledChain
 from soap.search.sharing import owner_sets, shared_starts
 from soap.search.space import build_space
 from soap.search.starts import Start
@@ -12,6 +12,7 @@ from soap.strategy.classical import data_parallel, fsdp, megatron, zero1
 from soap.strategy.recomputation import runs_of
 from soap.strategy.sync import SHARDED, SHARDED_IN_HOSTS, SHARDED_STATE, parameter_server, sync_choices
 from tests.graph_builder import transformer
+from tests.search.toys import compiled_space
 from tests.strategies import GPU, cluster
 
 GRAPH, TOPOLOGY = transformer(layers=2, batch=8), cluster([2], GPU)
@@ -50,7 +51,7 @@ def test_a_chain_gives_sets_other_owners_at_once() -> None:
     syncs = sync_choices(GRAPH, TOPOLOGY, saving=True)
     sets = {frozenset(own) for own in owner_sets(GRAPH, syncs)}
     strategy = data_parallel(GRAPH, TOPOLOGY)
-    space = CompiledSpace(build_space(GRAPH, 2, syncs=syncs), TOPOLOGY, RooflineCosts(TOPOLOGY))
+    space = compiled_space(build_space(GRAPH, 2, syncs=syncs), TOPOLOGY, RooflineCosts(TOPOLOGY))
     chain = CompiledChain(space, strategy, seed=1, proposals=80)
     chain.weights = {move: float(move == "sync") for move in MOVES}
     changed = set()

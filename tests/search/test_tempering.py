@@ -9,13 +9,13 @@ import pytest
 from soap import api
 from soap.errors import StrategyError
 from soap.search.chains import search
-from soap.search.compiled.runner import CompiledSpace
 from soap.search.options import SearchOptions
 from soap.search.space import build_space
 from soap.search.starts import reference_strategies, starting_strategies
 from soap.search.tempering import ROUND, Tempering
 from soap.simulator.incremental import IncrementalSimulator
 from soap.strategy.json_file import dumps
+from tests.search.toys import compiled_space
 
 
 @pytest.mark.slow
@@ -42,7 +42,7 @@ def test_the_ladder_cools_down_to_beta_and_keeps_its_order() -> None:
     graph, topology = simulator.graph, simulator.topology
     starts = starting_strategies(graph, topology, None, None, 0)
     space = build_space(graph, topology.device_count, references=reference_strategies(graph, topology, starts.values()))
-    compiled = CompiledSpace(space, topology, simulator.costs)
+    compiled = compiled_space(space, topology, simulator.costs)
     chains = Tempering(compiled, list(starts.values())[:3], seed=1, budgets=[1000] * 3, beta=500.0)
     rounds = list(chains.rounds())
     assert len(rounds) == 1000 // ROUND

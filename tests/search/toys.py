@@ -11,11 +11,14 @@ from soap.cluster.topology import DeviceType, Topology
 from soap.model.graph import OperatorGraph
 from soap.profiles.roofline import RooflineCosts
 from soap.search.alignment import Edge, aligned_with
-from soap.search.space import OperatorSpace, make_config
-from soap.simulator.costs import nanoseconds
+from soap.search.compiled.runner import CompiledSpace
+from soap.search.space import OperatorSpace, Space, make_config
+from soap.simulator.costs import CostModel, nanoseconds
+from soap.simulator.draws import Draws
 from soap.simulator.engine import Engine
 from soap.simulator.folding import Folding
 from soap.simulator.incremental import IncrementalSimulator
+from soap.simulator.shared import Shared
 from soap.simulator.simulate import Simulation, Simulator
 from soap.strategy.config import OpConfig, Strategy
 from tests.graph_builder import SAMPLE, DimMap, Factor, GraphBuilder
@@ -60,6 +63,11 @@ def layers(count: int = 2, *, rows: int = 2, loss: bool = False) -> OperatorGrap
 def simulated(graph: OperatorGraph, topology: Topology) -> IncrementalSimulator:
     """An evaluator for searches: a nanosecond for each point of a tile."""
     return IncrementalSimulator(Simulator(graph, topology, PointCosts(1)))
+
+
+def compiled_space(space: Space, topology: Topology, costs: CostModel, draws: Draws | None = None) -> CompiledSpace:
+    """A space as arrays, for chains that share nothing with others."""
+    return CompiledSpace(space, Shared(space.graph, topology, costs), draws=draws)
 
 
 class Lacking(IncrementalSimulator):

@@ -19,6 +19,7 @@ from soap.simulator.communication.prices import Communication
 from soap.simulator.compiled.syncs.clipping import can_clip
 from soap.simulator.engine import Engine
 from soap.simulator.incremental import IncrementalSimulator
+from soap.simulator.shared import Shared
 from soap.simulator.simulate import REFUSED_BYTES, Simulation, Simulator
 from soap.simulator.task_list import SYNC
 from soap.strategy.classical import data_parallel, random_strategy
@@ -127,7 +128,7 @@ def test_compiled_code_has_the_same_rule(seed: int) -> None:
     for graph in (mlp(), words()):
         for topology in (FOUR, cluster([1, 1, 1], CPU), cluster([3], CPU)):
             costs = RooflineCosts(topology)
-            engine, asked = (Engine(graph, topology, costs, training=training) for training in (CLIPS, PLAIN))
+            engine, asked = (Engine(Shared(graph, topology, costs, training)) for training in (CLIPS, PLAIN))
             simulator = Simulator(graph, topology, costs, training=CLIPS)
             for trial in range(12):
                 start = random_strategy(graph, topology, rng) if trial % 4 == 0 else data_parallel(graph, topology)

@@ -20,6 +20,7 @@ from soap.simulator.incremental import IncrementalSimulator
 from soap.simulator.lowering import build_plan
 from soap.simulator.memory.hosts import host_use, hosts_may_lack, lacking_on_hosts
 from soap.simulator.memory.memory_sum import MemorySum
+from soap.simulator.shared import Shared
 from soap.simulator.simulate import Simulator
 from soap.strategy.classical import data_parallel
 from soap.strategy.config import Strategy
@@ -93,7 +94,7 @@ def test_little_memory_of_hosts_concerns_only_plans_that_use_it() -> None:
     """Of others the sum over devices says that they fit."""
     topology = with_memory(cluster([2], GPU), 1)
     assert hosts_may_lack(MLP, topology)
-    engine = Engine(MLP, topology, RooflineCosts(topology))
+    engine = Engine(Shared(MLP, topology, RooflineCosts(topology)))
     memory, usual = MemorySum(engine, topology.memory_limits), data_parallel(MLP, topology)
     kept = with_offload(usual, [MLP.operators[0].name], True)
     verdicts = []

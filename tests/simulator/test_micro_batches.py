@@ -20,6 +20,7 @@ from soap.simulator.engine import Engine
 from soap.simulator.lowering import lower
 from soap.simulator.memory.sweep import memory_over_time
 from soap.simulator.reference import execution_order, simulate
+from soap.simulator.shared import Shared
 from soap.simulator.simulate import Simulation
 from soap.simulator.tasks import TaskKind
 from soap.strategy.classical import CLASSICAL
@@ -146,7 +147,7 @@ def test_losses_of_each_stage_cost_no_time(schedule: str) -> None:
     assert not any("backward sum" in name for name in ends)
     on_last = [task.name for task in several.tasks.tasks if task.tile is not None and task.resources == (STAGES - 1,)]
     assert ends[last] == max(ends[name] for name in on_last)
-    engine = Engine(graph, PIPELINE, EVEN)
+    engine = Engine(Shared(graph, PIPELINE, EVEN))
     engine.load(pipeline(schedule, graph=graph))
     assert engine.simulate() == simulated(pipeline(schedule, graph=graph), graph=graph).makespan_ns
 
@@ -214,7 +215,7 @@ def test_the_compiled_simulator_follows_any_schedule(schedule: str) -> None:
     strategy = pipeline(schedule, stages=stages)
     tasks = lower(build_plan(GRAPH, strategy, topology), topology, InTwo())
     expected = simulate(tasks)
-    engine = Engine(GRAPH, topology, InTwo())
+    engine = Engine(Shared(GRAPH, topology, InTwo()))
     engine.load(pipeline("gpipe:2", 3, stages=2))  # of which nothing is left
     engine.load(strategy)
     assert engine.simulate() == expected.makespan_ns

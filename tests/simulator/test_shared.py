@@ -57,14 +57,14 @@ def test_another_engine_asks_for_nothing_again_and_simulates_the_same(draws: int
     drawn = None if draws is None else Draws(ExampleSpreads(), draws)
     shared = Shared(graph, topology, costs)
     strategies = [CLASSICAL[name](graph, topology) for name in NAMES]
-    first = make_engine(graph, topology, costs, drawn, shared=shared)
+    first = make_engine(shared, drawn)
     times = [loaded_ns(first, strategy) for strategy in strategies]
     assert costs.asked > 0
     asked = costs.asked
-    second = make_engine(graph, topology, costs, drawn, shared=shared)
+    second = make_engine(shared, drawn)
     assert [loaded_ns(second, strategy) for strategy in reversed(strategies)] == times[::-1]  # other numbers of variants and regions
     assert costs.asked == asked
-    alone = make_engine(graph, topology, RooflineCosts(topology), drawn)
+    alone = make_engine(Shared(graph, topology, RooflineCosts(topology)), drawn)
     assert [loaded_ns(alone, strategy) for strategy in strategies] == times
     second.load(strategies[-1])
     second.simulate()
@@ -76,11 +76,11 @@ def test_engines_of_other_draws_share_all_but_what_is_drawn() -> None:
     costs = Counted(topology)
     shared = Shared(graph, topology, costs)
     strategy = CLASSICAL["data_parallel"](graph, topology)
-    usual_ns = loaded_ns(Engine(graph, topology, costs, shared=shared), strategy)
+    usual_ns = loaded_ns(Engine(shared), strategy)
     asked = costs.asked
     for count in (2, 5):
-        engine = DrawnEngine(graph, topology, costs, Draws(ExampleSpreads(), count), shared=shared)
-        alone = DrawnEngine(graph, topology, RooflineCosts(topology), Draws(ExampleSpreads(), count))
+        engine = DrawnEngine(shared, Draws(ExampleSpreads(), count))
+        alone = DrawnEngine(Shared(graph, topology, RooflineCosts(topology)), Draws(ExampleSpreads(), count))
         assert loaded_ns(engine, strategy) == loaded_ns(alone, strategy)
         assert engine.usual_ns == usual_ns and engine.times_ns().tolist() == alone.times_ns().tolist()
     assert costs.asked == asked
@@ -92,7 +92,7 @@ def test_draws_that_nobody_has_any_more_are_let_go() -> None:
     costs = RooflineCosts(topology)
     shared = Shared(graph, topology, costs)
     draws = Draws(ExampleSpreads(), 2)
-    engine = DrawnEngine(graph, topology, costs, draws, shared=shared)
+    engine = DrawnEngine(shared, draws)
     loaded_ns(engine, CLASSICAL["data_parallel"](graph, topology))
     times = [made.times for made in engine.variants.made]
     assert all(len(own._drawn) == 1 for own in times)
@@ -114,8 +114,8 @@ def test_memory_of_variants_is_the_same_with_others_numbers() -> None:
             found[strategies.index(strategy)] = memory.most_bytes()
         return found
 
-    one, other = (Engine(graph, topology, costs, shared=shared) for _ in range(2))
-    alone = bounds(Engine(graph, topology, costs), strategies)
+    one, other = (Engine(shared) for _ in range(2))
+    alone = bounds(Engine(Shared(graph, topology, costs)), strategies)
     assert bounds(one, strategies) == alone == bounds(other, strategies[::-1])
 
 
@@ -126,13 +126,13 @@ def test_threads_that_ask_at_the_same_time_get_the_same() -> None:
     strategies = [CLASSICAL[name](graph, topology) for name in NAMES]
 
     def times(turn: int) -> list[int]:
-        engine = Engine(graph, topology, costs, shared=shared)
+        engine = Engine(shared)
         found = {i: loaded_ns(engine, strategies[i]) for i in np.roll(range(len(strategies)), turn).tolist()}
         return [found[i] for i in range(len(strategies))]
 
     with ThreadPoolExecutor(threads) as pool:
         found = list(pool.map(times, range(threads)))
-    alone = Engine(graph, topology, costs)
+    alone = Engine(Shared(graph, topology, costs))
     assert found == [[loaded_ns(alone, strategy) for strategy in strategies]] * threads
 
 

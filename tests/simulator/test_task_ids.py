@@ -13,6 +13,7 @@ from soap.profiles.roofline import RooflineCosts
 from soap.simulator.communication.prices import Communication
 from soap.simulator.compiled import task_keys
 from soap.simulator.engine import Engine
+from soap.simulator.shared import Shared
 from soap.simulator.task_list import TaskList
 from soap.simulator.tasks import CHUNKS, LIMITS, MICRO_BATCHES, TaskKind, check_id
 from soap.strategy.config import OpConfig, Strategy
@@ -62,7 +63,7 @@ def test_what_does_not_fit_is_refused(part: int, beyond: bool) -> None:
 
 def test_compiled_code_s_refusal_is_told_in_one_line() -> None:
     topology = cluster([2])
-    engine = Engine(mlp(), topology, RooflineCosts(topology))
+    engine = Engine(Shared(mlp(), topology, RooflineCosts(topology)))
     with pytest.raises(ModelError, match=r"^a task has a number that is too large; expected fewer than .* smaller$"):
         engine.consult(lambda: task_key(0, 0, 0, LIMITS["tile"], 0, 0))
 
@@ -99,7 +100,7 @@ def check(graph: OperatorGraph, configs: dict[str, OpConfig]) -> None:
     costs = RooflineCosts(topology)
     here = {op.name: OpConfig((1,) * len(op.factors), (0,)) for op in graph.operators}
     strategy = Strategy({**here, **configs})
-    engine = Engine(graph, topology, costs)
+    engine = Engine(Shared(graph, topology, costs))
     engine.load(strategy)
     engine.simulate()
     assert compiled_tasks(engine) == reference_tasks(graph, topology, costs, strategy)

@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from soap.cluster.topology import Topology
-from soap.plan.compression.training import PLAIN, PlannedTraining
 from soap.search.compiled.chain import DONE, advance, begin_chain
 from soap.search.compiled.edits import UNKNOWN
 from soap.search.compiled.memory import (
@@ -35,7 +33,6 @@ from soap.search.record import MoveCount
 from soap.search.space import Grid, Space, grid_of
 from soap.simulator.compiled.change import KEEP, OPERATORS, PARAMETERS, PREFETCH
 from soap.simulator.compiled.handles import handle
-from soap.simulator.costs import CostModel
 from soap.simulator.drawn_engine import make_engine
 from soap.simulator.draws import Draws
 from soap.simulator.engine import Engine
@@ -67,22 +64,11 @@ class Logged(NamedTuple):
 class CompiledSpace:
     """A space as arrays, for any number of chains."""
 
-    def __init__(
-        self,
-        space: Space,
-        topology: Topology,
-        costs: CostModel,
-        optimizer_states: int = 2,
-        draws: Draws | None = None,
-        training: PlannedTraining = PLAIN,
-        shared: Shared | None = None,
-    ) -> None:
-        """``optimizer_states``: tensors of a parameter's size that the optimizer keeps. ``draws``: of the
-        costs, under which chains compare strategies. ``training``: what training adds to compressed parameters. ``shared``: what chains'
-        engines share with others; only with each other if None."""
-        self.training, self.shared = training, shared or Shared(space.graph, topology, costs, training)
-        self.space, self.topology, self.costs, self.optimizer_states, self.draws = space, topology, costs, optimizer_states, draws
-        self.grids = grid_tables(space, topology, costs, self.shared.codes)
+    def __init__(self, space: Space, shared: Shared, optimizer_states: int = 2, draws: Draws | None = None) -> None:
+        """``shared``: what chains' engines share. ``optimizer_states``: tensors of a parameter's size that the optimizer keeps. ``draws``:
+        of the costs, under which chains compare strategies."""
+        self.space, self.shared, self.optimizer_states, self.draws = space, shared, optimizer_states, draws
+        self.grids = grid_tables(space, shared.topology, shared.costs, shared.codes)
         self._kept = (self.grids, neighbour_tables(space), group_tables(space))
         self.handles = (handle(self._kept[0]), handle(self._kept[1]), handle(self._kept[2]))
         self.has_groups = len(space.groups) > 0
@@ -118,16 +104,17 @@ class CompiledChain:
         The strategy has to fit, and so has what ``move_to`` gets, if ``run`` is told what fits."""
         self._space = space
         graph = space.space.graph
-        self.engine = make_engine(graph, space.topology, space.costs, space.draws, space.training, space.shared)
+        self.engine = make_engine(space.shared, space.draws)
         self.engine.choices = space.space.syncs
-        devices = space.topology.device_count
+        topology = space.shared.topology
+        devices = topology.device_count
         tiles = sum(max(devices, len(config.devices)) for config in strategy.operators.values())
         self.engine.make_edit_room(tiles)
         most = strategy.microbatches * tiles
         self.arrays = make_chain(len(graph.operators), len(graph.parameters), devices, len(space.grids.estimate), most, proposals)
         Q, N, M = space.handles
         self.handle = handle(SearchTables(grids=Q, neighbours=N, groups=M, chain=self.arrays))
-        self._memory = MemorySum(self.engine, space.topology.memory_limits, space.optimizer_states)
+        self._memory = MemorySum(self.engine, topology.memory_limits, space.optimizer_states)
         self.slice = 1  # proposals between two questions whether the search has ended (``search.tempering``)
         at = self.arrays.at
         at[RANDOM] = at[BEFORE] = np.int64(seed)

@@ -22,14 +22,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from soap.cluster.topology import Topology
 from soap.model.graph import Operand, OperatorGraph
 from soap.search.space import Grid, Space
-from soap.simulator.costs import CostModel
 from soap.simulator.cut_operators import CutOperators
 
 if TYPE_CHECKING:
-    from soap.simulator.shared import Shared
+    pass
 
 ROUNDING = 1e-9
 """Relative margin for floating-point division."""
@@ -58,10 +56,9 @@ def is_quickly_bounded(space: Space) -> bool:
     return sum(prod(grid[1:]) for own in different.values() for grid in own.grids) <= MAX_TILES
 
 
-def lower_bound(space: Space, topology: Topology, costs: CostModel, shared: Shared | None = None) -> LowerBound:
-    """The bound for all strategies of ``space`` on this cluster; strategies outside of it (more tiles than devices) may be below.
-    ``shared``: what engines of these have worked out; nothing if None."""
-    least = _Least(space, topology, costs, shared)
+def lower_bound(space: Space, cuts: CutOperators) -> LowerBound:
+    """The bound for all strategies of ``space`` on this cluster; strategies outside of it (more tiles than devices) may be below."""
+    least = _Least(space, cuts)
     certain = certain_gradients(space.graph)
     work = sum(least.work_ns(i, backward=certain[i]) for i in range(len(certain)))
     power = sum(least.speeds[kind] for kind in least.cuts.type_of)
@@ -171,8 +168,8 @@ def is_partitioned(graph: OperatorGraph, position: int, out: Operand) -> bool:
 class _Least:
     """The least times of operators over all degrees of a space. ``speeds``: how many times as fast as the first type each type can be."""
 
-    def __init__(self, space: Space, topology: Topology, costs: CostModel, shared: Shared | None) -> None:
-        self.cuts = CutOperators(space.graph, topology, costs) if shared is None else shared.cuts
+    def __init__(self, space: Space, cuts: CutOperators) -> None:
+        self.cuts = cuts
         self._found: dict[tuple[int, tuple[Grid, ...]], tuple[int, int, int, int]] = {}
         looking_up = {lookup.operator for access in space.graph.sparse.values() for lookup in access.lookups}
         ratios = np.ones(len(self.cuts.types))

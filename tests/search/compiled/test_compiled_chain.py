@@ -18,7 +18,7 @@ from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
 from soap.profiles.roofline import RooflineCosts
 from soap.search.compiled.memory import MOVES, STEP
-from soap.search.compiled.runner import DEFAULT_WEIGHTS, CompiledChain, CompiledSpace
+from soap.search.compiled.runner import DEFAULT_WEIGHTS, CompiledChain
 from soap.search.constraints import brought_inside, parse
 from soap.search.space import OperatorSpace, Space, build_space, make_config
 from soap.search.starts import different, reference_strategies, starting_strategies
@@ -28,11 +28,12 @@ from soap.simulator.drawn_times import drawn_times
 from soap.simulator.draws import Draws, Risk
 from soap.simulator.draws import cost_ns as draws_cost_ns
 from soap.simulator.engine import Engine
+from soap.simulator.shared import Shared
 from soap.simulator.simulate import Simulator
 from soap.strategy.config import OpConfig, Strategy, SyncConfig
 from soap.strategy.sync import parameter_server
 from tests.graph_builder import GraphBuilder
-from tests.search.toys import Key, key_of
+from tests.search.toys import Key, compiled_space, key_of
 from tests.simulator.examples import ExampleSpreads
 from tests.strategies import CPU, cluster
 
@@ -60,7 +61,7 @@ def enumerated(layers: int = 3) -> Case:
     references = [api.classical(name, graph, topology) for name in ("data_parallel", "megatron", "model_parallel")]
     space = build_space(graph, 2, references=references, shuffled=0.0)
     costs = RooflineCosts(topology)
-    engine = Engine(graph, topology, costs)
+    engine = Engine(Shared(graph, topology, costs))
     found = {}
     for strategy in all_strategies(space):
         engine.load(strategy)
@@ -121,7 +122,7 @@ def test_visits_follow_the_boltzmann_distribution(weights: dict[str, float], pro
     case = enumerated()
     assert len(case.cost_ns) >= 500
     beta, focus = 12.0, 3.0
-    chain = CompiledChain(CompiledSpace(case.space, case.topology, case.costs), case.start, seed=3, proposals=proposals)
+    chain = CompiledChain(compiled_space(case.space, case.topology, case.costs), case.start, seed=3, proposals=proposals)
     chain.weights = weights
     start_ns = chain.cost_ns
     counts = visits(chain, proposals, beta, focus)
@@ -138,12 +139,12 @@ def test_visits_follow_the_boltzmann_distribution(weights: dict[str, float], pro
 def test_under_draws_visits_follow_the_cost_of_all_draws() -> None:
     """In two stages, the first of which knows nothing of draws."""
     case, draws = enumerated(), Draws(ExampleSpreads(1.5), 3, seed=4, risk=Risk.WORST)
-    engine, cost_ns = DrawnEngine(case.graph, case.topology, case.costs, draws), {}
+    engine, cost_ns = DrawnEngine(Shared(case.graph, case.topology, case.costs), draws), {}
     for strategy in all_strategies(case.space):
         engine.load(strategy)
         cost_ns[key_of(strategy)] = engine.simulate()
     proposals, beta = 60_000, 12.0
-    chain = CompiledChain(CompiledSpace(case.space, case.topology, case.costs, draws=draws), case.start, seed=3, proposals=proposals)
+    chain = CompiledChain(compiled_space(case.space, case.topology, case.costs, draws=draws), case.start, seed=3, proposals=proposals)
     chain.weights = ONLY[MOVES.index("informed")]
     start_ns = chain.cost_ns
     assert start_ns == cost_ns[key_of(case.start)] > case.cost_ns[key_of(case.start)]
@@ -166,7 +167,7 @@ def test_runs_through_branches_follow_the_weighted_distribution(weights: dict[st
     topology = cluster([2], CPU, 1e9, 1e-6)
     space = build_space(graph, 2, shuffled=0.5)
     costs = RooflineCosts(topology)
-    engine = Engine(graph, topology, costs)
+    engine = Engine(Shared(graph, topology, costs))
     options = [_all_configs(own) for own in space.operators]
     cost_ns: dict[Key, int] = {}
     weight: dict[Key, float] = {}
@@ -178,7 +179,7 @@ def test_runs_through_branches_follow_the_weighted_distribution(weights: dict[st
     assert len(set(weight.values())) > 2 and any(len(edges) > 2 for edges in space.edges)
     proposals, beta = 100_000, 8.0
     start = api.classical("data_parallel", graph, topology)
-    chain = CompiledChain(CompiledSpace(space, topology, costs), start, seed=4, proposals=proposals)
+    chain = CompiledChain(compiled_space(space, topology, costs), start, seed=4, proposals=proposals)
     chain.weights = weights
     start_ns = chain.cost_ns
     counts = visits(chain, proposals, beta, 3.0)
@@ -206,7 +207,7 @@ def of_the_zoo() -> tuple[Space, Simulator, dict[str, Strategy]]:
 def test_steps_are_what_the_simulator_says() -> None:
     space, simulator, starts = of_the_zoo()
     topology = simulator.topology
-    compiled = CompiledSpace(space, topology, simulator.costs)
+    compiled = compiled_space(space, topology, simulator.costs)
     chains = [CompiledChain(compiled, starts["data_parallel"], seed=1, proposals=300) for _ in range(2)]
     for step in range(1, 4):
         chains[0].run(100 * step, beta=200.0, focus=100.0)
@@ -226,7 +227,7 @@ def test_steps_under_draws_are_what_the_simulator_says() -> None:
     space, simulator, starts = of_the_zoo()
     topology = simulator.topology
     draws = Draws(ExampleSpreads(), 5, risk=Risk.TAIL)
-    chain = CompiledChain(CompiledSpace(space, topology, simulator.costs, draws=draws), starts["data_parallel"], seed=1, proposals=300)
+    chain = CompiledChain(compiled_space(space, topology, simulator.costs, draws=draws), starts["data_parallel"], seed=1, proposals=300)
     for step in range(1, 4):
         chain.run(100 * step, beta=200.0, focus=100.0)
         for cost, strategy in ((chain.cost_ns, chain.strategy), (chain.best_ns, chain.best)):
@@ -246,7 +247,7 @@ def test_what_does_not_fit_is_never_accepted() -> None:
     proposals, beta, start_ns = 8_000, 12.0, 160_000
     start = next(strategy for strategy in all_strategies(case.space) if key_of(strategy) in fitting)
     poor = cluster([2], replace(CPU, memory_bytes=limit), 1e9, 1e-6)
-    chain = CompiledChain(CompiledSpace(case.space, poor, case.costs), start, seed=5, proposals=proposals, start_ns=start_ns)
+    chain = CompiledChain(compiled_space(case.space, poor, case.costs), start, seed=5, proposals=proposals, start_ns=start_ns)
     asked = []
 
     def fits(strategy: Strategy, engine: Engine) -> bool:
@@ -270,7 +271,7 @@ def test_what_does_not_fit_is_never_accepted() -> None:
 
 def test_what_certainly_fits_is_not_asked_for() -> None:
     case = enumerated()
-    chain = CompiledChain(CompiledSpace(case.space, case.topology, case.costs), case.start, seed=5, proposals=500)
+    chain = CompiledChain(compiled_space(case.space, case.topology, case.costs), case.start, seed=5, proposals=500)
     asked: list[Strategy] = []
     chain.run(500, beta=12.0, focus=1.0, fits=lambda strategy: asked.append(strategy) is not None)
     assert asked == []
@@ -279,7 +280,7 @@ def test_what_certainly_fits_is_not_asked_for() -> None:
 
 def test_only_operators_that_changed_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     case, read = enumerated(), list[OpConfig]()
-    chain = CompiledChain(CompiledSpace(case.space, case.topology, case.costs), case.start, seed=5, proposals=500)
+    chain = CompiledChain(compiled_space(case.space, case.topology, case.costs), case.start, seed=5, proposals=500)
     usual = engine.read_config
     monkeypatch.setattr(engine, "read_config", lambda held, *own: read.append(held) or usual(held, *own))
     assert chain.strategy == case.start and read == []
@@ -289,7 +290,7 @@ def test_only_operators_that_changed_are_read(monkeypatch: pytest.MonkeyPatch) -
         before, after = chain.engine._configs.copy(), chain.strategy
         (logged,) = chain.log(last - 1)
         assert len(read) == logged.operators * logged.accepted
-        found = Engine(case.graph, case.topology, case.costs)
+        found = Engine(Shared(case.graph, case.topology, case.costs))
         if logged.accepted:
             assert after.operators != dict(zip(after.operators, before, strict=True))
             found.load(after)
@@ -300,13 +301,13 @@ def test_only_operators_that_changed_are_read(monkeypatch: pytest.MonkeyPatch) -
 def test_synchronizations_follow_the_boltzmann_distribution() -> None:
     case = enumerated()
     syncs = (SyncConfig(), parameter_server(2))
-    costs_ns, engine = {}, Engine(case.graph, case.topology, case.costs)
+    costs_ns, engine = {}, Engine(Shared(case.graph, case.topology, case.costs))
     names = [tensor.name for tensor in case.graph.parameters]
     for chosen in product(syncs, repeat=len(names)):
         engine.load(case.start.with_changes(parameters=dict(zip(names, chosen, strict=True))))
         costs_ns[chosen] = engine.play()
     space = replace(case.space, syncs=dict.fromkeys(names, syncs))
-    chain = CompiledChain(CompiledSpace(space, case.topology, case.costs), case.start, seed=1, proposals=12_000)
+    chain = CompiledChain(compiled_space(space, case.topology, case.costs), case.start, seed=1, proposals=12_000)
     chain.weights = {move: float(move == "sync") for move in MOVES}
     beta, start_ns = 3.0, chain.cost_ns
     assert start_ns == costs_ns[(SyncConfig(),) * len(names)]
@@ -332,7 +333,7 @@ def test_a_state_outside_of_the_space_is_left_for_good() -> None:
     name = case.graph.operators[0].name
     config = outside.operators[name]
     outside = outside.with_operator(name, OpConfig((4, *(1 for _ in config.degrees[1:])), (0, 1, 0, 1)))
-    chain = CompiledChain(CompiledSpace(case.space, case.topology, case.costs), outside, seed=5, proposals=300)
+    chain = CompiledChain(compiled_space(case.space, case.topology, case.costs), outside, seed=5, proposals=300)
     assert chain.arrays.grid[0] == -1
     chain.run(300, beta=0.1, focus=0.0)
     assert key_of(chain.strategy) in case.cost_ns
@@ -347,7 +348,7 @@ def test_constraints_are_obeyed() -> None:
     space = build_space(graph, 16, allowed=allowed)
     starts = [brought_inside(space, s) for s in starting_strategies(graph, topology, None, None, 0).values()]
     space = replace(space, references=different(starts))
-    compiled = CompiledSpace(space, topology, api.simulator_for(graph, topology).costs)
+    compiled = compiled_space(space, topology, api.simulator_for(graph, topology).costs)
     chain = CompiledChain(compiled, starts[0], seed=1, proposals=3000)
     for step in range(1, 31):
         chain.run(100 * step, beta=20.0, focus=30.0)
@@ -364,7 +365,7 @@ def test_constraints_are_obeyed() -> None:
 def test_a_chain_goes_on_from_another_strategy() -> None:
     space, simulator, starts = of_the_zoo()
     topology = simulator.topology
-    chain = CompiledChain(CompiledSpace(space, topology, simulator.costs), starts["data_parallel"], seed=1, proposals=2000)
+    chain = CompiledChain(compiled_space(space, topology, simulator.costs), starts["data_parallel"], seed=1, proposals=2000)
     for step in range(1, 21):
         chain.run(100 * step, beta=100.0, focus=100.0)
         assert chain.cost_ns == simulator.makespan_ns(chain.strategy)

@@ -18,7 +18,7 @@ from soap.search.space import build_space
 from soap.search.starts import reference_strategies, starting_strategies
 from soap.strategy.config import OpConfig, Strategy
 from tests.extent import often
-from tests.search.toys import aligned_configs, drawn_from
+from tests.search.toys import aligned_configs, compiled_space, drawn_from
 
 
 @njit
@@ -32,7 +32,7 @@ def _drawn(Z, op):  # type: ignore[no-untyped-def]
 
 
 def config_in(chain: CompiledChain, space: CompiledSpace, position: int, slot: int) -> OpConfig:
-    X, devices = chain.arrays, space.topology.device_count
+    X, devices = chain.arrays, space.shared.topology.device_count
     grid = space.grid(position, int(X.c_grid[slot]))
     tiles = 1
     for length in grid:
@@ -47,7 +47,7 @@ def test_neighbours_suggest_what_alignment_says(model: str) -> None:
     starts = starting_strategies(graph, topology, None, None, 0)
     references = reference_strategies(graph, topology, starts.values())
     space = build_space(graph, 16, references=references)
-    compiled = CompiledSpace(space, topology, api.simulator_for(graph, topology).costs)
+    compiled = compiled_space(space, topology, api.simulator_for(graph, topology).costs)
     draw = random.Random(5)
     for _ in range(2):
         strategy = Strategy({op.name: drawn_from(own, draw) for op, own in zip(graph.operators, space.operators, strict=True)})
@@ -67,7 +67,7 @@ def test_neighbours_suggest_what_alignment_says(model: str) -> None:
 def test_draws_follow_the_weights() -> None:
     graph, topology = api.load("zoo:rnnlm:tiny", plan_only=True).graph, api.load_cluster("local:2")
     space = build_space(graph, 2, shuffled=0.5)
-    compiled = CompiledSpace(space, topology, api.simulator_for(graph, topology).costs)
+    compiled = compiled_space(space, topology, api.simulator_for(graph, topology).costs)
     start = api.classical("single_device", graph, topology)
     chain = CompiledChain(compiled, start, seed=11, proposals=1)
     position = space.movable[0]

@@ -17,6 +17,7 @@ from soap.simulator.lowering import build_plan
 from soap.simulator.memory.memory_sum import MemorySum
 from soap.simulator.memory.sweep import memory_over_time
 from soap.simulator.reference import simulate
+from soap.simulator.shared import Shared
 from soap.simulator.simulate import Simulator
 from soap.strategy.classical import data_parallel, random_config
 from soap.strategy.compression import Bf16, Compression, Int8, PowerSgd, Rgc
@@ -110,7 +111,7 @@ def test_memory_is_bounded(how: Compression, within: Within) -> None:
         for graph in (MIXED, SMALL):
             strategy = everything(graph, HOSTS, compressed(how, within))
             costs = RooflineCosts(HOSTS)
-            engine = Engine(graph, HOSTS, costs, training=training)
+            engine = Engine(Shared(graph, HOSTS, costs, training))
             memory = MemorySum(engine, [1 << 60] * 4, 2)
             engine.load(strategy)
             engine.simulate()

@@ -15,6 +15,7 @@ from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
 from soap.profiles.roofline import RooflineCosts
 from soap.simulator.engine import Engine
+from soap.simulator.shared import Shared
 from soap.strategy.classical import CLASSICAL, random_strategy
 from soap.strategy.config import Strategy
 from soap.strategy.sync import parameter_server
@@ -41,7 +42,7 @@ def test_random_cases(case: tuple[OperatorGraph, Topology, Strategy], states: in
     """By optimizers that update of tables some rows, or all of them."""
     graph, topology, strategy = case
     costs = RooflineCosts(topology, states)
-    check(Engine(graph, topology, costs), costs, strategy)
+    check(Engine(Shared(graph, topology, costs)), costs, strategy)
 
 
 @pytest.mark.parametrize("name", often(["spectral", "operator", "plane"], ["spectral", "operator"], pytest.mark.slow))
@@ -53,7 +54,7 @@ def test_models_with_complex_tensors(name: str) -> None:
     assert any(t.dtype == "complex64" and t.itemsize == 8 for t in graph.tensors.values()) == (name != "spectral")
     topology, draw = api.load_cluster("p100-4x4"), random.Random(name)
     costs = RooflineCosts(topology)
-    engine = Engine(graph, topology, costs)
+    engine = Engine(Shared(graph, topology, costs))
     strategies = [api.classical(kind, graph, topology) for kind in CLASSICAL]
     strategies += [random_strategy(graph, topology, draw) for _ in range(10)]
     for strategy in strategies:
@@ -65,7 +66,7 @@ def test_more_partitions_than_other_tasks_have_numbers() -> None:
     graph, topology = chain(4, 20, 400), cluster([2, 1], GPU)
     strategy = batch_split(graph, [0, 1, 2]).with_parameter("l1.weight", parameter_server(390))
     costs = RooflineCosts(topology)
-    engine = Engine(graph, topology, costs)
+    engine = Engine(Shared(graph, topology, costs))
     check(engine, costs, strategy)
     first = topology.device_count + len(topology.links)
     on_cores = [held for _, _, held, *_ in compiled_tasks(engine).values() if min(held) >= first]
@@ -76,6 +77,6 @@ def test_methods_of_synchronization_are_taken_from_each_strategy() -> None:
     graph, topology = chain(4, 20, 20), pairwise_cluster(1, 1)
     plain = batch_split(graph, [0, 1])
     costs = RooflineCosts(topology)
-    engine = Engine(graph, topology, costs)
+    engine = Engine(Shared(graph, topology, costs))
     for strategy in (plain, plain.with_parameter("l1.weight", parameter_server(3)), plain):
         check(engine, costs, strategy)

@@ -23,6 +23,7 @@ from soap.simulator.memory.engine_played import engine_played
 from soap.simulator.memory.plan_arrays import plan_arrays
 from soap.simulator.memory.played import NONE, Played, played_of
 from soap.simulator.reference import simulate
+from soap.simulator.shared import Shared
 from soap.strategy.config import Strategy
 from tests.extent import FEW, MANY
 from tests.simulator.compiled.walks import Walk, walks
@@ -61,7 +62,7 @@ def check(engine: Engine, plan: Plan, topology: Topology, costs: CostModel, comm
 def test_what_is_held(case: tuple[OperatorGraph, Topology, Strategy]) -> None:
     graph, topology, strategy = case
     costs = RooflineCosts(topology, 2)
-    engine = Engine(graph, topology, costs)
+    engine = Engine(Shared(graph, topology, costs))
     engine.load(strategy)
     engine.simulate()
     check(engine, PlanBuilder(graph, topology).build(strategy), topology, costs)
@@ -73,7 +74,7 @@ def test_what_is_proposed(walk: Walk, training: PlannedTraining) -> None:
     """And what is held once a proposal is accepted or rejected."""
     graph, topology, strategy, edits = walk
     costs, builder = LaunchedCosts(topology), PlanBuilder(graph, topology, training)
-    engine = Engine(graph, topology, costs, training=training)
+    engine = Engine(Shared(graph, topology, costs, training))
     engine.load(strategy)
     engine.simulate()
     for edit in edits:

@@ -24,6 +24,7 @@ from soap.simulator.memory.engine_played import engine_played
 from soap.simulator.memory.memory_sum import MemorySum
 from soap.simulator.memory.plan_arrays import plan_arrays
 from soap.simulator.memory.sweep import swept, with_allowance
+from soap.simulator.shared import Shared
 from soap.simulator.simulate import Simulator
 from soap.strategy.classical import random_config
 from soap.strategy.config import OpConfig, Strategy
@@ -43,7 +44,7 @@ def summed(
     training: PlannedTraining = PLAIN,
 ) -> tuple[Engine, MemorySum]:
     """An engine, and the sum of what it holds."""
-    engine = Engine(graph, topology, RooflineCosts(topology), training=training)
+    engine = Engine(Shared(graph, topology, RooflineCosts(topology), training))
     return engine, MemorySum(engine, [limit] * topology.device_count, states)
 
 

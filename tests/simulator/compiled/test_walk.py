@@ -13,6 +13,7 @@ from soap.profiles.roofline import RooflineCosts
 from soap.simulator.drawn_engine import DrawnEngine
 from soap.simulator.draws import Draws as SomeDraws
 from soap.simulator.engine import Engine
+from soap.simulator.shared import Shared
 from soap.strategy.config import OpConfig
 from tests.simulator.examples import ExampleSpreads, pairwise_cluster
 
@@ -71,7 +72,7 @@ def test_same_decisions(model: str, bounded: bool) -> None:
     graph, topology = api.load(f"zoo:{model}:tiny", plan_only=True).graph, pairwise_cluster(2, 2)
     choices = choices_of(graph, topology.device_count)
     start = api.classical("data_parallel", graph, topology)
-    walked, stepped = (Engine(graph, topology, RooflineCosts(topology)) for _ in range(2))
+    walked, stepped = (Engine(Shared(graph, topology, RooflineCosts(topology))) for _ in range(2))
     for engine in (walked, stepped):
         engine.load(start)
         engine.simulate()
@@ -85,7 +86,7 @@ def test_same_decisions(model: str, bounded: bool) -> None:
 
 def test_an_engine_with_draws_takes_no_walk() -> None:
     graph, topology = api.load("zoo:rnnlm:tiny", plan_only=True).graph, pairwise_cluster(2)
-    engine = DrawnEngine(graph, topology, RooflineCosts(topology), SomeDraws(ExampleSpreads(), 2))
+    engine = DrawnEngine(Shared(graph, topology, RooflineCosts(topology)), SomeDraws(ExampleSpreads(), 2))
     engine.load(api.classical("data_parallel", graph, topology))
     before = engine.simulate()
     with pytest.raises(ValueError, match="without: a walk compares makespans"):

@@ -84,9 +84,9 @@ def check(walk: Walk, *, afresh: bool, launched: bool = False, draws: Draws | No
     graph, topology, strategy, edits = walk
     states = 2 * (len(edits) % 2)  # of an optimizer that updates rows alone, or whole tables
     costs = (LaunchedCosts if launched else RooflineCosts)(topology, states)
-    shared = Shared(graph, topology, costs, training) if afresh else None
-    engine = make_engine(graph, topology, costs, draws, training, shared)
-    full = make_engine(graph, topology, costs, draws, training, shared) if afresh else engine
+    shared = Shared(graph, topology, costs, training)
+    engine = make_engine(shared, draws)
+    full = make_engine(shared, draws) if afresh else engine
     engine.load(strategy)
     held_ns = engine.simulate()
     current = reference_tasks(graph, topology, costs, strategy, training)
