@@ -10,7 +10,8 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -49,9 +50,18 @@ def checksum_of(array: Array) -> str:
     return f"{int(checksum(data[:whole].view(np.uint64), data[whole:])):016x}"
 
 
-def temporary_of(path: Path) -> Path:
-    """Where this process writes a file until it is whole."""
-    return path.with_name(f".{path.name}.{owner(os.getpid())}.tmp")
+@contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """Where to write a file within this context: after it the file is there as a whole, or not at all. PreprocessError if it cannot be
+    written."""
+    temporary = path.with_name(f".{path.name}.{owner(os.getpid())}.tmp")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    except OSError as cause:
+        raise unwritable(path, cause) from None
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def owner(process: int) -> str:
@@ -68,17 +78,11 @@ def write_arrays(path: Path, arrays: Mapping[str, Array]) -> str:
         position += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
     header = json.dumps(entries).encode()
     header += b" " * (-(len(MAGIC) + 8 + len(header)) % ALIGNMENT)
-    temporary = temporary_of(path)
-    try:
-        with temporary.open("wb", buffering=0) as stream:
-            write_all(stream.fileno(), MAGIC + len(header).to_bytes(8, "little") + header)
-            for array in arrays.values():
-                write_all(stream.fileno(), np.ascontiguousarray(array))
-                write_all(stream.fileno(), b"\0" * (-array.nbytes % ALIGNMENT))
-        os.replace(temporary, path)
-    except OSError as cause:
-        temporary.unlink(missing_ok=True)
-        raise unwritable(path, cause) from None
+    with whole(path) as temporary, temporary.open("wb", buffering=0) as stream:
+        write_all(stream.fileno(), MAGIC + len(header).to_bytes(8, "little") + header)
+        for array in arrays.values():
+            write_all(stream.fileno(), np.ascontiguousarray(array))
+            write_all(stream.fileno(), b"\0" * (-array.nbytes % ALIGNMENT))
     return key_of(header.decode(), sums)
 
 
@@ -117,13 +121,8 @@ def file_checksum(path: Path) -> str:
 def write_record(path: Path, key: str, **facts: Any) -> dict[str, Any]:
     """Write down what a step has done. Returns the record."""
     record = {"key": key, **facts}
-    temporary = temporary_of(path)
-    try:
+    with whole(path) as temporary:
         temporary.write_text(json.dumps(record), encoding="utf-8")
-        os.replace(temporary, path)
-    except OSError as cause:
-        temporary.unlink(missing_ok=True)
-        raise unwritable(path, cause) from None
     return record
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from soap.files import write_text_atomically
-from soap.preprocessing.container import PreprocessError, checksum_of, key_of, temporary_of, unwritable
+from soap.preprocessing.container import PreprocessError, checksum_of, key_of, unwritable, whole
 from soap.preprocessing.work import DICTIONARIES, FORMAT, NAMES, PARQUET_FOLDER, Done, Task, Work, part_name
 
 META = "meta.json"
@@ -134,19 +134,13 @@ def make_arrays(work: Work, rows: int) -> None:
                 continue
         except (OSError, ValueError):
             pass
-        temporary = temporary_of(path)
-        try:
-            with temporary.open("wb") as stream:
-                header = {"descr": "<i4", "fortran_order": False, "shape": (rows, columns)}
-                np.lib.format.write_array_header_1_0(stream, header)
-                size = rows * columns * 4
-                if size:
-                    stream.flush()
-                    os.posix_fallocate(stream.fileno(), stream.tell(), size)  # a full disk is told now
-            os.replace(temporary, path)
-        except OSError as cause:
-            temporary.unlink(missing_ok=True)
-            raise unwritable(path, cause) from None
+        with whole(path) as temporary, temporary.open("wb") as stream:
+            header = {"descr": "<i4", "fortran_order": False, "shape": (rows, columns)}
+            np.lib.format.write_array_header_1_0(stream, header)
+            size = rows * columns * 4
+            if size:
+                stream.flush()
+                os.posix_fallocate(stream.fileno(), stream.tell(), size)  # a full disk is told now
 
 
 def opened_arrays(work: Work, name: str) -> tuple[int, int]:

@@ -26,8 +26,8 @@ from soap.preprocessing.container import (
     key_of,
     read_arrays,
     read_record,
-    temporary_of,
     unwritable,
+    whole,
     write_all,
     write_arrays,
     write_record,
@@ -168,20 +168,12 @@ def _open(work: Work, task: Task) -> Done:
     found = read_record(record, key)
     if found and path.exists() and path.stat().st_size == found["size"]:
         return Done(task, rows=found["size"], kept=True)
-    temporary = temporary_of(path)
-    with gzip.open(unit.path) as source:
-        try:
-            with temporary.open("wb") as target:
-                while block := _block(source, unit.path):
-                    if target.tell() > MOST_INFLATED * unit.size + INFLATED_SPARE_BYTES:
-                        said = f"its {unit.size} bytes became more than {target.tell()}"
-                        raise PreprocessError(f"input {unit.path!r} is no data: {said}; uncompress it yourself if it is right")
-                    target.write(block)
-            os.replace(temporary, path)
-        except OSError as cause:
-            raise unwritable(path, cause) from None
-        finally:
-            temporary.unlink(missing_ok=True)
+    with gzip.open(unit.path) as source, whole(path) as temporary, temporary.open("wb") as target:
+        while block := _block(source, unit.path):
+            if target.tell() > MOST_INFLATED * unit.size + INFLATED_SPARE_BYTES:
+                said = f"its {unit.size} bytes became more than {target.tell()}"
+                raise PreprocessError(f"input {unit.path!r} is no data: {said}; uncompress it yourself if it is right")
+            target.write(block)
     size = path.stat().st_size
     write_record(record, key, size=size)
     return Done(task, rows=size)
@@ -407,17 +399,11 @@ def _write(work: Work, task: Task) -> Done:
     groups = (("labels", work.spec.labels), ("numbers", work.spec.numbers), ("categories", work.spec.categories))
     columns = {column.name: pa.array(np.ascontiguousarray(arrays[name][:, i])) for name, own in groups for i, column in enumerate(own)}
     table = pa.table({column.name: columns[column.name] for column in work.spec.columns})
-    temporary = temporary_of(path)
-    try:
+    with whole(path) as temporary:
         packed = work.codec != "none"
         module.write_table(
             table, temporary, compression=work.codec, use_dictionary=packed, write_statistics=False, row_group_size=work.rows_per_group
         )
-        os.replace(temporary, path)
-    except OSError as cause:
-        raise unwritable(path, cause) from None
-    finally:
-        temporary.unlink(missing_ok=True)
     made = _file_key(str(path))
     write_record(record, key, made=made)
     return Done(task, task.rows, made=made)
