@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -47,10 +46,10 @@ class Executor(Protocol):
 
 
 class InProcess:
-    """Does tasks in this process. ``order``: draws which of those that were begun ends first (None: the first one)."""
+    """Does tasks in this process, in the order in which they were begun."""
 
-    def __init__(self, work: Work, order: random.Random | None = None) -> None:
-        self._work, self._order = work, order
+    def __init__(self, work: Work) -> None:
+        self._work = work
         self._begun: list[Task] = []
 
     @property
@@ -72,8 +71,7 @@ class InProcess:
 
         if not self._begun:
             return ()
-        place = self._order.randrange(len(self._begun)) if self._order else 0
-        return (perform(self._work, self._begun.pop(place)),)
+        return (perform(self._work, self._begun.pop(0)),)
 
     def take_back(self) -> Task | None:
         """Forget the last task."""

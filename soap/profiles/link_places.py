@@ -47,8 +47,8 @@ class LinkPlace:
         return f"{self.name}{on}{', emulated hosts' if self.emulated else ''}, {self.backend}, torch {self.torch}"
 
 
-def link_place(topology: Topology, backend: str, *, emulated: bool, torch: str | None = None) -> LinkPlace:
-    """The place of a cluster whose ranks talk by this backend (gloo or nccl). ``torch``: the version, if not the installed one."""
+def link_place(topology: Topology, backend: str, *, emulated: bool) -> LinkPlace:
+    """The place of a cluster whose ranks talk by this backend (gloo or nccl)."""
     return LinkPlace(
         cluster=topology.hash,
         name=topology.name,
@@ -56,7 +56,7 @@ def link_place(topology: Topology, backend: str, *, emulated: bool, torch: str |
         machine=f"{cpu_model()} with {cpu_cores()} cores" if emulated or topology.measured else "",
         backend=backend,
         emulated=emulated,
-        torch=torch_version() if torch is None else torch,
+        torch=torch_version(),
     )
 
 

@@ -67,7 +67,6 @@ class Tempering:
         budgets: Sequence[int],
         beta: float,
         fits: Fits | None = None,
-        focus: float = FOCUS,
         cores: int | None = None,
         ended: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -76,7 +75,7 @@ class Tempering:
         True, chains end in the middle of a round; so they do on an interrupt."""
         self._asked, self._left = ended, False
         self._draw = random.Random(f"{seed} tempering")
-        self._budgets, self._beta, self._focus = list(budgets), beta, focus
+        self._budgets, self._beta = list(budgets), beta
         self._fits = None if fits is None else _one_at_a_time(fits)
         self.chains: list[CompiledChain] = []
         for number, (start, budget) in enumerate(zip(starts, budgets, strict=True)):
@@ -126,7 +125,7 @@ class Tempering:
         chain = self.chains[number]
         first, before = chain.proposals, chain.best_ns
         beta = self.betas[number]
-        focus, last = self._focus * beta / self._beta, min(first + ROUND, self._budgets[number])
+        focus, last = FOCUS * beta / self._beta, min(first + ROUND, self._budgets[number])
         while not (self._left or self._asked()) and chain.proposals < last:
             began_s, wanted = time.monotonic(), min(last, chain.proposals + chain.slice)
             if chain.run(wanted, beta=beta, focus=focus, fits=self._fits) < wanted:  # no move has an effect any more

@@ -44,16 +44,16 @@ class Job:
         return self.step_ns / self.alone_ns
 
 
-def beside(jobs: Sequence[TaskGraph], whole: Topology, *, least_steps: int = LEAST_STEPS) -> tuple[Job, ...]:
+def beside(jobs: Sequence[TaskGraph], whole: Topology) -> tuple[Job, ...]:
     """All jobs on the cluster ``whole``, of which each job's cluster is a part (``cluster.fewer.part_of``), without a device in common.
     StrategyError in one line if these are not, or steps are so different in length that too many would have to be played."""
     check_apart(jobs, whole)
-    alone = [_play([_placed(job, whole, _updating([job]))], whole, [0], least_steps)[0][0] for job in jobs]
+    alone = [_play([_placed(job, whole, _updating([job]))], whole, [0])[0][0] for job in jobs]
     sharing = _updating(jobs)
     placed = [_placed(job, whole, sharing) for job in jobs]
-    _check_few(placed, alone, least_steps)
+    _check_few(placed, alone)
     runs = [
-        _play(placed, whole, [round(start * number % STARTS / STARTS * own) for number, own in enumerate(alone)], least_steps)
+        _play(placed, whole, [round(start * number % STARTS / STARTS * own) for number, own in enumerate(alone)])
         for start in range(STARTS if len(jobs) > 1 else 1)
     ]
     found = []
@@ -80,9 +80,9 @@ def check_apart(jobs: Sequence[TaskGraph], whole: Topology) -> None:
             owners[name] = number
 
 
-def _check_few(placed: Sequence[Sequence[Task]], alone_ns: Sequence[float], least_steps: int) -> None:
+def _check_few(placed: Sequence[Sequence[Task]], alone_ns: Sequence[float]) -> None:
     """StrategyError if too much would be played, as far as that is known from each job alone."""
-    longest = (least_steps + 2) * max(alone_ns)
+    longest = (LEAST_STEPS + 2) * max(alone_ns)
     count = sum(len(tasks) * int(longest / max(1.0, own) + 1) for tasks, own in zip(placed, alone_ns, strict=True))
     if count > MOST_TASKS:
         steps = ", ".join(f"{own / 1e6:.3f} ms" for own in alone_ns)
@@ -165,7 +165,7 @@ class _Run:
         return [moment for moment in borders if moment >= from_ns]
 
 
-def _play(jobs: Sequence[Sequence[Task]], whole: Topology, starts_ns: Sequence[int], least_steps: int) -> list[tuple[float, int]]:
+def _play(jobs: Sequence[Sequence[Task]], whole: Topology, starts_ns: Sequence[int]) -> list[tuple[float, int]]:
     """For each job the mean step in ns, and how many steps were counted."""
     loop, runs, added = Loop(whole), [_Run(number, tasks) for number, tasks in enumerate(jobs)], 0
 
@@ -181,7 +181,7 @@ def _play(jobs: Sequence[Sequence[Task]], whole: Topology, starts_ns: Sequence[i
     def ended(run: _Run) -> None:
         run.ends_ns.append(loop.now_ns)
         known = all(other.ends_ns for other in runs)
-        if not known or any(len(other.counted(warm_ns())) <= least_steps for other in runs):
+        if not known or any(len(other.counted(warm_ns())) <= LEAST_STEPS for other in runs):
             go_on(run, loop.now_ns)
         else:
             loop.stop()

@@ -44,16 +44,18 @@ class Fixed(Machine):
 
 
 class Ending(InProcess):
-    """Is cut short after so many tasks."""
+    """Does tasks in an order that is drawn, and is cut short after so many."""
 
     def __init__(self, work: Work, order: random.Random, left: list[int]) -> None:
-        super().__init__(work, order)
-        self._left = left
+        super().__init__(work)
+        self._order, self._left = order, left
 
     def wait(self, limit_s: float) -> Sequence[Any]:
         if self._left[0] == 0:
             raise Cut
         self._left[0] -= 1
+        if self._begun:
+            self._begun.insert(0, self._begun.pop(self._order.randrange(len(self._begun))))
         return super().wait(limit_s)
 
 

@@ -125,25 +125,16 @@ def bipartite(
     return ElasticPlan(tuple(workers), tuple(servers), tables, tuple(range(min(DENSE_SERVERS, len(servers)))), batch, consistency)
 
 
-def fully_connected(
-    graph: OperatorGraph, devices: Sequence[int], batch: int, consistency: Consistency, *, axis: int | Mapping[str, int] = 0
-) -> ElasticPlan:
+def fully_connected(graph: OperatorGraph, devices: Sequence[int], batch: int, consistency: Consistency) -> ElasticPlan:
     """Each device is a worker and has a partition of each table."""
-    return bipartite(graph, devices, devices, batch, consistency, axis=axis)
+    return bipartite(graph, devices, devices, batch, consistency)
 
 
 def naive(
-    graph: OperatorGraph,
-    inputs: Sequence[int],
-    servers: Sequence[int],
-    rests: Sequence[int],
-    batch: int,
-    consistency: Consistency,
-    *,
-    axis: int | Mapping[str, int] = 0,
+    graph: OperatorGraph, inputs: Sequence[int], servers: Sequence[int], rests: Sequence[int], batch: int, consistency: Consistency
 ) -> Design:
     """Nodes of their own for input, partitions, and the rest of the model, whose variables are there, too. It is simulated alone."""
-    partitioned = bipartite(graph, inputs, servers, batch, consistency, axis=axis)
+    partitioned = bipartite(graph, inputs, servers, batch, consistency)
     dense = tuple(len(servers) + k for k in range(len(rests)))
     plan = ElasticPlan(partitioned.workers, (*servers, *rests), partitioned.tables, dense, batch, consistency)
     layout = layout_of(plan, graph)

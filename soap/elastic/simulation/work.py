@@ -62,16 +62,10 @@ class EstimatedWork:
     ``known``: times of tiles by what they depend on, shared by all designs of one graph and cost model."""
 
     def __init__(
-        self,
-        graph: OperatorGraph,
-        topology: Topology,
-        costs: CostModel,
-        traffic: Traffic,
-        control_ns: int = 0,
-        known: dict[Hashable, int] | None = None,
+        self, graph: OperatorGraph, topology: Topology, costs: CostModel, traffic: Traffic, known: dict[Hashable, int] | None = None
     ) -> None:
         self._graph, self._topology, self._costs, self._traffic = graph, topology, costs, traffic
-        self._design, self.control_ns = traffic.design, control_ns
+        self._design, self.control_ns = traffic.design, 0
         samples = samples_of(graph) or self._design.batch
         self._parts = max(1, samples // self._design.batch)
         """In how many leases' batches the graph's batch is cut."""
