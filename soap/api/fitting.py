@@ -287,7 +287,7 @@ class _Ways:
 
     def _candidates(self) -> list[_Candidate]:
         """The ways."""
-        from soap.simulator.incremental import IncrementalSimulator  # imports numba, which takes a second
+        from soap.simulator.incremental import IncrementalSimulator  # compiled code
 
         graph, topology = self._simulator.graph, self._simulator.topology
         late = self._late = self._spent(0.5)  # then there is no time to weigh them, and few are played

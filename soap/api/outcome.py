@@ -209,7 +209,7 @@ class SearchOutcome:
     @cached_property
     def bound(self) -> LowerBound | None:
         """A time that no allowed strategy of the space can be below; None if computing it would take too long."""
-        from soap.search.oracles.bounds import is_quickly_bounded, lower_bound  # imports numba
+        from soap.search.oracles.bounds import is_quickly_bounded, lower_bound  # compiled code
         from soap.search.space import build_space
 
         simulator = self.simulator

@@ -44,7 +44,7 @@ def simulated_name(name: str, simulator: Simulator) -> Strategy:
         strategy = named(name, graph, topology)
         warn_without_effect(name, topology)
         return strategy
-    from soap.simulator.incremental import IncrementalSimulator  # importing numba takes a second
+    from soap.simulator.incremental import IncrementalSimulator  # compiled code
 
     found = best_pipeline(build_space(graph, topology.device_count), topology, IncrementalSimulator(simulator))
     if found is None:

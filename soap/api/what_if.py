@@ -57,7 +57,7 @@ def _time_ns(simulator: Simulator, strategy: Strategy, known: Simulation | Folde
         return simulator.predict(strategy).makespan_ns
     if not compiled:
         return simulate(lower(known.plan, simulator.topology, simulator.costs)).makespan_ns
-    from soap.simulator.engine import Engine  # imports numba
+    from soap.simulator.engine import Engine  # compiled code
 
     engine = Engine(simulator.shared)
     engine.load(strategy)

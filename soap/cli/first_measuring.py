@@ -73,7 +73,7 @@ class Aim:
 def aim(graph: OperatorGraph, topology: Topology, options: SearchOptions) -> Aim | None:
     """What to measure before a search with these options, by the costs that are known now; None if that cannot be said, because there is
     only one plan. KeyboardInterrupt ends it; SoapError if the search would fail, too."""
-    from soap.simulator.incremental import IncrementalSimulator  # imports numba
+    from soap.simulator.incremental import IncrementalSimulator  # compiled code
 
     if not IncrementalSimulator.begins_at_once():
         announce_compiling()

@@ -73,10 +73,6 @@ class Clocks:
         """The least clock: servers have so many waves of all active workers. If there are none, what it was when the last one left."""
         return min((own.pushed for own in self._active.values()), default=self._floor)
 
-    def clock(self, worker: Hashable) -> int:
-        """How many waves of a worker servers have, counted from where it joined."""
-        return self._of(worker).pushed
-
     def joined(self, worker: Hashable) -> None:
         """A worker is there (again), at the clock of the slowest: it holds nobody up more than that one does."""
         if worker not in self._active:

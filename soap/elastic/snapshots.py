@@ -335,11 +335,6 @@ class Snapshotter:
             self._asked.update(dict.fromkeys(numbers))
             self._wake.notify_all()
 
-    def settle(self) -> None:
-        """Wait until all that was asked for is written, or was found not to be possible."""
-        with self._wake:
-            self._wake.wait_for(lambda: not (self._asked or self._busy) or self._closing)
-
     def give_way(self) -> None:
         """Give up the snapshot that is being written, so that its room on the disk is free."""
         self._give_way.set()

@@ -148,10 +148,6 @@ class WavePlan:
             shares.append(tuple(of_stages))
         return Placement(tuple(shares))
 
-    def value_bytes(self, worker: int) -> int:
-        """All parameters of a worker: what it pushes for a wave, and what a pull brings."""
-        return sum(self.sizes_bytes[name] for stage in self.workers[worker] for name in stage.parameters)
-
     def activation_bytes(self, worker: int) -> tuple[int, int]:
         """What a worker's stages send each other for a minibatch: forward, and back as gradients."""
         sent = [name for stage in self.workers[worker] for name in stage.sends]

@@ -42,7 +42,7 @@ class Copies:
 
     ``images[j, i]``: the device of copy j that corresponds to device ``images[0, i]`` of copy 0; each row ascends. ``graph``, ``strategy``:
     those of two copies, whose devices are numbered by their positions in ``devices`` (the devices of both copies, ascending). ``folded``:
-    activation -> its folded dimension, for those that have one. ``everywhere``: positions of the operators whose sums go over all copies.
+    activation -> its folded dimension, for those that have one.
     """
 
     images: Ints
@@ -50,7 +50,6 @@ class Copies:
     strategy: Strategy
     devices: tuple[int, ...]
     folded: Mapping[str, int]
-    everywhere: frozenset[int]
 
 
 def candidates(strategy: Strategy) -> list[int]:
@@ -75,7 +74,6 @@ class _Finding:
         self._graph, self._count, self._cut = graph, count, cut
         self._folded: dict[str, int] = {}
         self._striped: set[str] = set()
-        self._everywhere: set[int] = set()
         self._columns: dict[int, Ints] = {}
         self._alone: set[int] = set()
         self._seen: dict[tuple[int, tuple[int, ...]], Ints] = {}
@@ -101,7 +99,7 @@ class _Finding:
             tensors[name] = replace(tensors[name], shape=tuple(shape))
         whole = self._graph
         graph = OperatorGraph(whole.name, operators, tensors, whole.loss, whole.aliases, loss_terms=whole.loss_terms, copies_of=whole)
-        return Copies(images, graph, replace(strategy, operators=configs), devices, self._folded, frozenset(self._everywhere))
+        return Copies(images, graph, replace(strategy, operators=configs), devices, self._folded)
 
     def _operator(self, position: int, op: Operator, config: OpConfig) -> tuple[tuple[int, ...], int, Sequence[int] | Ints]:
         """The operator's degrees, replicas and devices when two copies are left."""
@@ -160,7 +158,6 @@ class _Finding:
         factors[factor] = replace(factors[factor], size=factors[factor].size // self._count * LEFT)
         self._sizes[op.name] = replace(op, factors=tuple(factors))
         if op.factors[factor].summed:
-            self._everywhere.add(position)
             return
         for operand in op.outputs:
             self._folded[operand.tensor] = next(d for d, dim in enumerate(operand.dims) if dim.factor == factor)

@@ -262,7 +262,7 @@ class _Run:
 
     def _temper(self, lows: Sequence[tuple[Start, int]]) -> None:
         """Run compiled chains from the strategies at which the descents have ended, best first."""
-        from soap.search.compiled.runner import CompiledSpace, Fits  # imports numba
+        from soap.search.compiled.runner import CompiledSpace, Fits  # compiled code
         from soap.search.copies import copies_of
         from soap.search.tempering import Tempering
 

@@ -46,11 +46,6 @@ class Additive:
     nodes: list[Costs]
     edges: dict[tuple[int, int], Costs]
 
-    def total(self, chosen: list[int]) -> float:
-        """The sum for one candidate per operator."""
-        whole = sum(float(own[c]) for own, c in zip(self.nodes, chosen, strict=True))
-        return whole + sum(float(own[chosen[i], chosen[j]]) for (i, j), own in self.edges.items())
-
 
 @dataclass
 class _Elimination:

@@ -81,7 +81,7 @@ class RoughCosts:
         return Laid(cut, devices, holders, [(_devices_of(config, own), size) for own, size in cut.sums])
 
     def _cut(self, position: int, config: OpConfig) -> Cut:
-        from soap.simulator.cut_operators import alike  # imports numba
+        from soap.simulator.cut_operators import alike  # compiled code
 
         op, (cells, regions) = self.graph.operators[position], self._shared.cuts.regions(position, config.degrees, config.shares)
         count, copies = len(cells), range(config.replicas)

@@ -35,7 +35,7 @@ def drawn_times(simulator: Simulator, strategies: Iterable[Strategy], draws: Dra
     if not compiled:
         outcomes = map(simulator.predict, strategies)
         return [DrawnTimes(own.makespan_ns, reference_times_ns(own, draws), own.messages) for own in outcomes]
-    from soap.simulator.drawn_engine import DrawnEngine, make_engine  # imports numba
+    from soap.simulator.drawn_engine import DrawnEngine, make_engine  # compiled code
     from soap.simulator.folded_bound import folded_engine, messages
 
     whole, found = None, []

@@ -213,7 +213,7 @@ class Simulator:
     @cached_property
     def shared(self) -> Shared:
         """Everything that its engines share."""
-        from soap.simulator.shared import Shared  # imports numba
+        from soap.simulator.shared import Shared  # compiled code
 
         return Shared(self.graph, self.topology, self.costs, self.training, self.communication)
 
@@ -323,7 +323,7 @@ class Simulator:
 
     def _expected(self, plan: Plan, engine: Engine, topology: Topology) -> Sequence[int]:
         """The peak to expect on each device of a plan, as an engine has played it on this topology."""
-        from soap.simulator.memory.engine_played import engine_played  # imports numba
+        from soap.simulator.memory.engine_played import engine_played  # compiled code
 
         arrays = plan_arrays(plan)
         ledger = swept(plan, arrays, engine_played(engine, plan, arrays), topology, self.optimizer_states)

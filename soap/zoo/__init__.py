@@ -66,7 +66,6 @@ class ZooModel:
     args: tuple[torch.Tensor, ...]
     batch: int
     kwargs: dict[str, Any] = field(default_factory=dict)
-    fake: bool = False
 
 
 def names() -> list[str]:
@@ -91,7 +90,7 @@ def build(spec: str, *, seed: int = 0, fake: bool = False, dtype: torch.dtype | 
     if dtype is not None:
         module = module.to(dtype)
         args = tuple(arg.to(dtype) if arg.is_floating_point() else arg for arg in args)
-    return ZooModel(f"{name}@{batch}", module.train(), args, batch, fake=fake)
+    return ZooModel(f"{name}@{batch}", module.train(), args, batch)
 
 
 def batches(spec: str, *, seed: int = 0) -> Iterator[tuple[torch.Tensor, ...]]:

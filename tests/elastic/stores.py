@@ -7,7 +7,7 @@ from torch import Tensor
 from soap.elastic import store
 from soap.elastic.layout import Lookups
 from soap.elastic.messages import Kind, Message
-from soap.elastic.snapshots import Gradient, ShardState
+from soap.elastic.snapshots import Gradient, ShardState, Snapshotter
 from soap.runtime.sync.row_update import RowGradient
 
 
@@ -33,4 +33,10 @@ class Store(store.Store):
     def save(self) -> None:
         """Take a snapshot of all partitions that have changed, and wait for it."""
         self._snapshotter.ask(*range(len(self._shards)))
-        self._snapshotter.settle()
+        settle(self._snapshotter)
+
+
+def settle(snapshotter: Snapshotter) -> None:
+    """Wait until all that was asked for is written, or was found not to be possible."""
+    with snapshotter._wake:
+        snapshotter._wake.wait_for(lambda: not (snapshotter._asked or snapshotter._busy) or snapshotter._closing)

@@ -80,7 +80,7 @@ def test_synchronous_workers_go_in_step_and_asynchronous_ones_as_they_like() -> 
     for _ in range(9):
         free.started("a")
         free.finished("a")
-    assert free.missing == dict.fromkeys(range(10), 1) and free.clock("a") == 10
+    assert free.missing == dict.fromkeys(range(10), 1) and free._of("a").pushed == 10
 
 
 def test_who_joins_late_begins_where_the_slowest_is() -> None:
@@ -89,13 +89,13 @@ def test_who_joins_late_begins_where_the_slowest_is() -> None:
         clocks.started(worker)
         clocks.finished(worker)
     clocks.joined("c")
-    assert clocks.clock("c") == 1 and clocks.may_start("c")
+    assert clocks._of("c").pushed == 1 and clocks.may_start("c")
     for worker in "abc":
         clocks.left(worker)
     clocks.joined("d")
-    assert clocks.clock("d") >= 1, "where the last of them were"
+    assert clocks._of("d").pushed >= 1, "where the last of them were"
     clocks.joined("d")
-    assert clocks.clock("d") >= 1
+    assert clocks._of("d").pushed >= 1
 
 
 @MANY

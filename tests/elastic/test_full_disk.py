@@ -19,7 +19,7 @@ from soap.elastic.layout import cut
 from soap.elastic.messages import Message
 from soap.errors import SoapWarning
 from soap.runtime.sync.row_update import RowGradient
-from tests.elastic.stores import Store
+from tests.elastic.stores import Store, settle
 
 ROWS = 2**16
 (CELL,) = cut("table", (ROWS, 1), 1)
@@ -49,7 +49,7 @@ def test_training_goes_on_without_room_for_a_snapshot(small_disk: Path) -> None:
         warnings.simplefilter("always")
         for lease in range(40):
             assert store.push(0, lease, ROW) == lease + 1
-            store._snapshotter.settle()
+            settle(store._snapshotter)
     (warning,) = said
     assert warning.category is SoapWarning and str(warning.message).startswith("no snapshot was taken: cannot write ")
     assert "no space left on device" in str(warning.message) and str(warning.message).endswith(

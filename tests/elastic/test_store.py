@@ -25,7 +25,7 @@ from soap.elastic.snapshots import Shard, ShardState, TooOld
 from soap.errors import SoapWarning
 from soap.runtime.sync.row_update import RowGradient
 from tests.elastic.drawn import batches, drawn
-from tests.elastic.stores import Store
+from tests.elastic.stores import Store, settle
 from tests.elastic.test_arithmetic import OPTIMIZERS
 from tests.extent import FEW
 
@@ -65,7 +65,7 @@ def bits(tensor: Tensor) -> tuple[torch.dtype, tuple[int, ...], bytes]:
 
 def killed(store: Store, copy: Path) -> Path:
     """The folder as a process that is killed now leaves it; copied while nothing is renamed in it (``test_kills`` has other moments)."""
-    store._snapshotter.settle()
+    settle(store._snapshotter)
     shutil.copytree(store.folder, copy)
     return copy
 
@@ -239,7 +239,7 @@ def test_two_snapshots_are_kept_and_a_damaged_newest_one_loses_nothing(tmp_path:
     store = opened(tmp_path / "0", snapshot_every_pushes=2)
     for lease in range(9):
         store.push(BIAS, lease, drawn([3], lease))
-        store._snapshotter.settle()
+        settle(store._snapshotter)
     before, folder = store.state(), killed(store, tmp_path / "1") / f"partition-{BIAS:06}"
     store.close()
     assert sorted(name for name in os.listdir(folder) if name.startswith("snap")) == ["snapshot-000000000006", "snapshot-000000000008"]

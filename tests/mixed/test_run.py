@@ -108,8 +108,8 @@ def check(job: Job, outcome: Outcome) -> None:
         pulls = len({start.version for start in starts} - {0})
         waves = -(-job.minibatches[worker] // plan.in_flight)
         assert [own.pushes for own in seen] == [waves] * len(seen)
-        assert sum(own.pushed_bytes for own in seen) == waves * plan.value_bytes(worker)
-        assert sum(own.pulled_bytes for own in seen) == pulls * plan.value_bytes(worker)
+        values = sum(plan.sizes_bytes[name] for stage in plan.workers[worker] for name in stage.parameters)
+        assert sum(own.pushed_bytes for own in seen) == waves * values and sum(own.pulled_bytes for own in seen) == pulls * values
         assert sum(own.activation_bytes for own in seen) == job.minibatches[worker] * sum(plan.activation_bytes(worker))
     pieces = [len(plan.held_by(server)) for server in range(len(plan.servers))]
     assert [*outcome.server_pushes] == [count * sum(-(-own // plan.in_flight) for own in job.minibatches) for count in pieces]

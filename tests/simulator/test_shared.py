@@ -23,7 +23,7 @@ from soap.strategy.classical import CLASSICAL
 from soap.strategy.config import Strategy
 from tests.extent import FEW, USUAL
 from tests.graph_builder import mlp, transformer
-from tests.simulator.compiled.agreement import compiled_tasks
+from tests.simulator.compiled.agreement import compiled_tasks, most_bytes
 from tests.simulator.compiled.walks import Walk, check, walks
 from tests.simulator.examples import ExampleSpreads
 from tests.strategies import CPU, cluster
@@ -111,7 +111,7 @@ def test_memory_of_variants_is_the_same_with_others_numbers() -> None:
         memory, found = MemorySum(engine, topology.memory_limits), {}
         for strategy in order:
             loaded_ns(engine, strategy)
-            found[strategies.index(strategy)] = memory.most_bytes()
+            found[strategies.index(strategy)] = most_bytes(memory)
         return found
 
     one, other = (Engine(shared) for _ in range(2))

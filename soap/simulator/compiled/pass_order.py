@@ -26,9 +26,9 @@ from soap.strategy.config import OpConfig
 class PassTables(NamedTuple):
     """The actions of an order: ``group`` (a kind of a chunk), ``part`` (micro-batch). A group has the passes ``which`` (FORWARD, BACKWARD:
     the whole one or input gradients, WEIGHTS) of ``operator`` from ``ptr[group]`` to ``ptr[group + 1]``, in their order. ``count``:
-    micro-batches; 1 if there is no order. ``divided``: by operator, whether its backward pass is in two. ``group_of``: [pass, operator]; -1
-    for none. ``epilogue``: the operators of the loss's, which run behind all actions. ``back_rank``: [operator, micro-batch], the place of
-    the action of its backward pass, or the first half of it (``PassOrder.rank``); 0 if there is no order."""
+    micro-batches; 1 if there is no order. ``divided``: by operator, whether its backward pass is in two. ``epilogue``: the operators of the
+    loss's, which run behind all actions. ``back_rank``: [operator, micro-batch], the place of the action of its backward pass, or the first
+    half of it (``PassOrder.rank``); 0 if there is no order."""
 
     count: Ints  # type: ignore[assignment]  # not tuple's method
     group: Ints
@@ -37,7 +37,6 @@ class PassTables(NamedTuple):
     operator: Ints
     which: Ints
     divided: Ints
-    group_of: Ints
     epilogue: Ints
     back_rank: Ints
 
@@ -50,15 +49,14 @@ def pass_tables(order: PassOrder | None, operators: int) -> PassTables:
     ints = lambda values: np.array(list(values), np.int32)  # noqa: E731
     if order is None:
         whole = ints([0] * operators)
-        return PassTables(ints([1]), ints([]), ints([]), ints([0]), ints([]), ints([]), whole, ints([]), ints([]), whole)
+        return PassTables(ints([1]), ints([]), ints([]), ints([0]), ints([]), ints([]), whole, ints([]), whole)
     own: Sequence[Sequence[str]] = ["F"] * operators, order.backward, order.weights
     groups: dict[tuple[str, int], int] = {key: number for number, key in enumerate(sorted({action[:2] for action in order.actions}))}
     members: list[list[tuple[int, int]]] = [[] for _ in groups]
-    group_of = np.full((len(own), operators), -1, np.int32)
     for op in range(operators):
         for which in (FORWARD, BACKWARD, WEIGHTS)[: 0 if op in order.cut.graph.epilogue else 2 + (op in order.divided)]:
-            group_of[which, op] = group = groups[own[which][op], order.chunks[op]]
-            members[group].insert(len(members[group]) if which == FORWARD else 0, (op, which))
+            group = members[groups[own[which][op], order.chunks[op]]]
+            group.insert(len(group) if which == FORWARD else 0, (op, which))
     ranks = np.zeros((len(groups), order.cut.count), np.int32)
     for action, rank in order.ranks.items():
         ranks[groups[action[:2]], action.microbatch] = rank
@@ -73,7 +71,6 @@ def pass_tables(order: PassOrder | None, operators: int) -> PassTables:
         operator=ints(op for found in members for op, _ in found),
         which=ints(which for found in members for _, which in found),
         divided=ints(op in order.divided for op in range(operators)),
-        group_of=group_of.ravel(),
         epilogue=ints(sorted(order.cut.graph.epilogue)),
         back_rank=back.ravel(),
     )

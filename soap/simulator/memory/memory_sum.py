@@ -90,12 +90,6 @@ class MemorySum:
         own = self._engine.state.variant[: len(self._engine.graph.operators)].tolist()  # and perhaps not all others
         return self._engine.consult(lambda: int(sum_memory(self._engine.world, self._with(own))))
 
-    def most_bytes(self) -> list[int]:
-        """Bytes that each device holds at most, whenever (``memory.sweep``), for that strategy."""
-        self.verdict()
-        found: list[int] = self._fixed["total"].tolist()
-        return found
-
     def _make_rows(self, variants: int) -> None:
         """Make room for so many variants."""
         if variants > len(self._rows):

@@ -45,7 +45,7 @@ def as_ranks_run(played: Played, plan: Plan, arrays: PlanArrays, topology: Topol
     passes = _Passes(played, arrays, order) if plan.order is None else None
     if passes is None or passes.are_kept():
         return played, order
-    from soap.simulator.replay import replayed  # imports numba
+    from soap.simulator.replay import replayed  # compiled code
 
     waits = passes.waits()
     counts = np.bincount(waits.task, minlength=len(played.tile))

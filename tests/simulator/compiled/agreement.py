@@ -15,6 +15,7 @@ from soap.simulator.compiled import task_keys
 from soap.simulator.costs import CostModel
 from soap.simulator.engine import Engine
 from soap.simulator.lowering import PlanBuilder, lower
+from soap.simulator.memory.memory_sum import MemorySum
 from soap.simulator.reference import simulate
 from soap.simulator.tasks import LIMITS
 from soap.strategy.config import FLOATING, Strategy, SyncConfig
@@ -67,3 +68,9 @@ def compiled_tasks(engine: Engine) -> dict[tuple[int, int], Played]:
     keys, held = map(tuple, own.key.tolist()), [frozenset(part.tolist()) for part in np.split(own.held, own.held_ptr[1:-1])]
     played = zip(own.duration_ns.tolist(), own.start_ns.tolist(), held, own.end_ns.tolist(), own.bytes.tolist(), strict=True)
     return dict(zip(keys, played, strict=True))
+
+
+def most_bytes(memory: MemorySum) -> list[int]:
+    """Bytes that each device holds at most, whenever, for the engine's proposal, or, without one, the strategy that it holds."""
+    memory.verdict()
+    return memory._fixed["total"].tolist()

@@ -25,6 +25,7 @@ from soap.strategy.config import Strategy, SyncConfig
 from soap.strategy.sync import compressed
 from soap.strategy.sync_contracts import Within
 from tests.graph_builder import GraphBuilder
+from tests.simulator.compiled.agreement import most_bytes
 from tests.simulator.compiled.walks import Edit, check
 from tests.simulator.reference_memory.any_order import peak_bytes
 from tests.strategies import CPU, WITHIN, cluster
@@ -117,5 +118,5 @@ def test_memory_is_bounded(how: Compression, within: Within) -> None:
             engine.simulate()
             simulation = Simulator(graph, HOSTS, costs, training=training).run(strategy)
             curves = memory_over_time(simulation.tasks, simulate(simulation.tasks))
-            for exact in (peak_bytes(simulation.plan), memory.most_bytes()):
+            for exact in (peak_bytes(simulation.plan), most_bytes(memory)):
                 assert all(curve.peak_bytes <= most for curve, most in zip(curves, exact, strict=True))

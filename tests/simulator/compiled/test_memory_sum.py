@@ -32,6 +32,7 @@ from soap.strategy.named import named
 from soap.strategy.sync import parameter_server
 from tests.extent import often
 from tests.graph_builder import GraphBuilder, transformer
+from tests.simulator.compiled.agreement import most_bytes
 from tests.simulator.copied import Case, copied, with_parts
 from tests.strategies import CPU, cases, cluster
 
@@ -51,7 +52,7 @@ def summed(
 def check(memory: MemorySum, simulator: Simulator, strategy: Strategy) -> None:
     """It is at least what the sweep finds of the strategy that the engine holds, or proposes."""
     curves = simulator.run(strategy).memory_over_time
-    assert all(curve.peak_bytes <= most for curve, most in zip(curves, memory.most_bytes(), strict=True))
+    assert all(curve.peak_bytes <= most for curve, most in zip(curves, most_bytes(memory), strict=True))
 
 
 @pytest.mark.slow
@@ -100,7 +101,7 @@ def test_never_below_of_two_copies(case: Case) -> None:
     plan = folding.plan
     arrays = plan_arrays(plan)
     peaks = swept(plan, arrays, engine_played(engine, plan, arrays), small, 2).peaks().tolist()
-    most = MemorySum(engine, [1 << 60] * small.device_count).most_bytes()
+    most = most_bytes(MemorySum(engine, [1 << 60] * small.device_count))
     assert all(peak <= sum_bytes for peak, sum_bytes in zip(peaks, most, strict=True))
 
 
@@ -134,7 +135,7 @@ def test_near_the_peaks_of_models(net: str) -> None:
         strategy = named(name, graph, topology)
         engine.load(strategy)
         peak = max(curve.peak_bytes for curve in simulator.run(strategy).memory_over_time)
-        assert peak <= max(memory.most_bytes()) <= times * peak, name
+        assert peak <= max(most_bytes(memory)) <= times * peak, name
 
 
 def verdict(graph: OperatorGraph, topology: Topology, strategy: Strategy, limit: int) -> int:
@@ -149,7 +150,7 @@ def test_the_verdict_changes_at_the_sum_with_its_allowance() -> None:
     strategy = api.classical("megatron", graph, topology)
     engine, memory = summed(graph, topology)
     engine.load(strategy)
-    most = with_allowance(max(memory.most_bytes()))
+    most = with_allowance(max(most_bytes(memory)))
     assert [verdict(graph, topology, strategy, limit) for limit in (most - 1, most + 1)] == [UNKNOWN, FITS]
 
 
