@@ -143,11 +143,6 @@ class MicroBatches:
         size, whole = (graph.operators[position].factors[factor].size for graph in (self.graph, self._whole))
         return list(_ranges(size, whole, self.samples, self.count))
 
-    @cached_property
-    def phases(self) -> tuple[int, ...]:
-        """By operator: how many barriers are before it."""
-        return self.phases_within([0] * len(self.graph.operators))
-
     def phases_within(self, chunks: Sequence[int]) -> tuple[int, ...]:
         """By operator: how many barriers of its own chunk are before it, itself included. ``chunks``: by operator."""
         graph = self.graph

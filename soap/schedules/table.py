@@ -54,7 +54,6 @@ MOST_ACTIONS = 2**20
 IDLE = "."
 ACTION = rf"\d{{1,6}}[{_LETTERS}]\d{{1,6}}"
 _ACTION = re.compile(rf"(\d{{1,6}})([{_LETTERS}])(\d{{1,6}})", re.ASCII)
-_ROW = re.compile(r"stage (\d{1,6}) (.*)", re.ASCII)
 _LONGEST_SHOWN = 40
 
 
@@ -94,7 +93,7 @@ def shown(text: str) -> str:
 
 @dataclass(frozen=True)
 class Table:
-    """For each stage its actions in order. Prints as a grid, a row for each stage, that ``parse`` reads back.
+    """For each stage its actions in order. Prints as a grid, a row for each stage.
 
     ScheduleError if there is no stage, if a stage has no action, or if a number is out of range.
     """
@@ -116,22 +115,6 @@ class Table:
     def of(cls, stages: Iterable[Iterable[Action]]) -> Self:
         """A table of any nested sequences."""
         return cls(tuple(tuple(actions) for actions in stages))
-
-    @classmethod
-    def parse(cls, text: str) -> Self:
-        """The table that prints as ``text``. Dots (idle time) may stand anywhere between actions. ScheduleError in one line."""
-        stages: list[list[Action]] = []
-        for number, line in enumerate(text.splitlines(), 1):
-            if not line.strip():
-                continue
-            match = _ROW.fullmatch(line.strip())
-            if match is None or int(match[1]) != len(stages):
-                raise ScheduleError(f"line {number} is {shown(line)}; expected 'stage {len(stages)}' and its actions, such as 0F0 0B0")
-            try:
-                stages.append([parse_action(cell) for cell in match[2].split() if cell != IDLE])
-            except ScheduleError as error:
-                raise ScheduleError(f"line {number}: {error}") from None
-        return cls.of(stages)
 
     @cached_property
     def chunk_count(self) -> int:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from soap.schedules.dependencies import Barrier
 from soap.schedules.named import SCHEDULES, NamedSchedule
-from soap.schedules.table import KINDS, Action, Table
+from soap.schedules.table import IDLE, KINDS, Action, Table, parse_action
 
 NAMED = [
     NamedSchedule(schedule, chunks, placement)
@@ -18,6 +18,11 @@ NAMED = [
     for chunks in range(schedule.fewest_chunks, min(schedule.most_chunks, 3) + 1)
 ]
 """Every schedule in every placement, with up to three chunks on each stage."""
+
+
+def parsed(text: str) -> Table:
+    """The table that prints as ``text``."""
+    return Table.of([parse_action(cell) for cell in line.split()[2:] if cell != IDLE] for line in text.splitlines() if line)
 
 
 @st.composite

@@ -13,11 +13,11 @@ from soap.schedules.dependencies import Barrier
 from soap.schedules.named import parse
 from soap.schedules.table import KINDS, Table
 from tests.extent import MANY
-from tests.schedules.tables import barriers_of, can_be_executed, changed_tables, tables
+from tests.schedules.tables import barriers_of, can_be_executed, changed_tables, parsed, tables
 
 
 def refusal(text: str | Table, *barriers: Barrier) -> ScheduleError:
-    table = text if isinstance(text, Table) else Table.parse(text)
+    table = text if isinstance(text, Table) else parsed(text)
     assert not can_be_executed(table, barriers)
     with pytest.raises(ScheduleError) as caught:
         check(table, barriers)
@@ -127,7 +127,7 @@ def test_a_barrier_is_passed_too_soon_forward() -> None:
 
 def test_a_barrier_is_passed_too_soon_on_the_way_back() -> None:
     text = "stage 0 0F0 0F1 0B0 0B1\nstage 1 1F0 1B0 1F1 1B1"
-    check(Table.parse(text), [Barrier(0, "norm")])  # 1F0 can wait for 0F1
+    check(parsed(text), [Barrier(0, "norm")])  # 1F0 can wait for 0F1
     error = refusal(text, Barrier(1, "norm"))
     assert "no micro-batch may leave chunk 1 before all have reached it; but 1B0 (stage 1, position 1) comes before 1F1" in str(error)
 
@@ -135,16 +135,16 @@ def test_a_barrier_is_passed_too_soon_on_the_way_back() -> None:
 def test_a_barrier_holds_only_the_way_back() -> None:
     """Stage 0 has chunks 0 and 2, and sends micro-batch 0 back through chunk 0 before it begins to send 1 back to chunk 1."""
     text = "stage 0 0F0 0F1 2F0 2F1 2B0 0B0 2B1 0B1\nstage 1 1F0 1F1 1B0 1B1"
-    check(Table.parse(text), [Barrier(0, "norm")])
+    check(parsed(text), [Barrier(0, "norm")])
     error = refusal(text, Barrier(1, "norm"))
     assert "chunk 1 before all have reached it; but 0B0 (stage 0, position 5) comes before 1B1 (stage 1, position 3) can" in str(error)
 
 
 def test_a_barrier_in_the_first_chunk_holds_its_weight_gradients_back() -> None:
     together, apart = "stage 0 0F0 0F1 0I0 0I1 0W0 0W1", "stage 0 0F0 0F1 0I0 0W0 0I1 0W1"
-    check(Table.parse(together), [Barrier(0, "norm")])
+    check(parsed(together), [Barrier(0, "norm")])
     assert "but 0W0 (stage 0, position 3) comes before 0I1 (stage 0, position 4) can" in str(refusal(apart, Barrier(0, "norm")))
-    check(Table.parse(apart))
+    check(parsed(apart))
 
 
 def test_what_is_wrong_by_itself_is_not_blamed_on_a_barrier() -> None:

@@ -13,7 +13,7 @@ from soap.schedules.named import parse
 from soap.schedules.play import Durations, Played, equal, in_flight, least_ns, play
 from soap.schedules.table import KINDS, Action, Table
 from tests.extent import MANY
-from tests.schedules.tables import barriers_of, can_be_executed, tables
+from tests.schedules.tables import barriers_of, can_be_executed, parsed, tables
 
 times = st.integers(0, 50)
 
@@ -68,7 +68,7 @@ def test_accumulation_works_on_one_stage_at_a_time(stages: int, microbatches: in
 
 def test_an_uneven_pipeline_by_hand() -> None:
     """Stage 1 is the slower one; a message takes 2 forward, 3 back, and they go one after the other."""
-    table = Table.parse("stage 0 0F0 0F1 0B0 0B1\nstage 1 1F0 1F1 1B0 1B1")
+    table = parsed("stage 0 0F0 0F1 0B0 0B1\nstage 1 1F0 1F1 1B0 1B1")
     durations = Durations(actions_ns={"F": [1, 4], "B": [2, 1]}, forward_ns=[2], backward_ns=[3])
     found = play(table, durations)
     assert found.starts_ns == ((0, 1, 15, 18), (3, 7, 11, 12))  # 0F1 ends at 2, its message leaves at 3; 1B1's waits from 13 to 15
@@ -201,7 +201,7 @@ def test_refuses_durations_that_do_not_fit(durations: Durations, said: str) -> N
 
 def test_refuses_what_cannot_be_executed() -> None:
     with pytest.raises(ScheduleError, match="wait for each other"):
-        play(Table.parse("stage 0 0F0 0B0 0F1 0B1\nstage 1 1F0 1F1 1B0 1B1"), equal(2, forward_ns=1, input_ns=1, weight_ns=1))
+        play(parsed("stage 0 0F0 0B0 0F1 0B1\nstage 1 1F0 1F1 1B0 1B1"), equal(2, forward_ns=1, input_ns=1, weight_ns=1))
 
 
 def test_a_table_that_takes_no_time_has_no_bubble() -> None:

@@ -15,7 +15,7 @@ from soap.schedules.named import SCHEDULES, NamedSchedule, form, forms, parse
 from soap.schedules.play import awaiting_weights, in_flight, peaks
 from soap.schedules.table import KINDS, SHARES, WORK, Action, Table
 from tests.extent import MANY, so_many
-from tests.schedules.tables import NAMED, can_be_executed, tables
+from tests.schedules.tables import NAMED, can_be_executed, parsed, tables
 
 named_schedules = pytest.mark.parametrize("named", NAMED, ids=str)
 
@@ -177,7 +177,7 @@ def test_zb_h1_keeps_what_its_paper_says(stages: int, more: int, activation: int
 
 
 def test_what_is_kept_by_hand() -> None:
-    table = Table.parse("stage 0 0F0 1F0 1I0 0B0 1W0\nstage 1 2F0 2B0")
+    table = parsed("stage 0 0F0 1F0 1I0 0B0 1W0\nstage 1 2F0 2B0")
     assert in_flight(table) == (2, 1) and awaiting_weights(table) == (1, 0)
     assert peaks(table, [10, 4, 1], [0, 3, 0]) == (14, 1)
     assert peaks(table, [10, 4, 1], [0, 9, 0]) == (19, 1)  # more for the weights than for the inputs: kept while these are computed
