@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from statistics import mean, median
 
+from benchmarks.oracles.drawn_cost import cost_ns
 from benchmarks.pages import give
 from soap import api
 from soap.api.deciding import draws_for, timed
@@ -29,7 +30,7 @@ from soap.search.space import build_space
 from soap.search.starts import BASELINE, reference_strategies, starting_strategies
 from soap.search.tempering import FOCUS
 from soap.simulator.drawn_times import drawn_times
-from soap.simulator.draws import Draws, Risk, cost_ns
+from soap.simulator.draws import Draws, Risk
 from soap.simulator.incremental import IncrementalSimulator
 from soap.simulator.shared import Shared
 from soap.simulator.simulate import Simulator

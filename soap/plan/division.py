@@ -15,12 +15,3 @@ def weights_name(op: Operator, tile: Tile) -> str:
 def is_divided(plan: Plan, tile: int) -> bool:
     """Whether the backward pass of a tile (position in ``Plan.tiles``) is in two."""
     return plan.tiles[tile].operator in plan.divided
-
-
-def apart(plan: Plan, one: int, other: int) -> bool:
-    """Whether two tiles share no backward pass: their passes belong to different actions of ``Plan.order``, or one of them is divided, and
-    its weight gradients would otherwise have to go through what the other one has computed."""
-    if is_divided(plan, one) or is_divided(plan, other):
-        return True
-    own, others = plan.tiles[one], plan.tiles[other]
-    return plan.rank(own, "F") != plan.rank(others, "F") or plan.rank(own, "B") != plan.rank(others, "B")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from benchmarks.oracles.drawn_cost import cost_ns
 from soap import api
 from soap.plan.planning import build_plan
 from soap.profiles.roofline import RooflineCosts
 from soap.simulator.drawn_times import drawn_times, reference_times_ns
-from soap.simulator.draws import Communicated, DrawnTasks, Draws, Error, Risk, cost_ns, drawn_ns, links_between_hosts
+from soap.simulator.draws import Communicated, DrawnTasks, Draws, Error, Risk, drawn_ns, links_between_hosts
 from soap.simulator.lowering import lower
 from soap.simulator.simulate import Simulator
 from soap.simulator.tasks import TaskKind

@@ -112,7 +112,7 @@ def play_draws(W: World, D: Drawing) -> int:
 
 @compiled
 def risk(B: DrawTables) -> int:
-    """One cost of all makespans, in ns: ``draws.cost_ns``."""
+    """One cost of all makespans, in ns, rounded down: as ``draws.Risk`` says."""
     count, how = B.count[0], B.count[1]
     copy(B.ascending, 0, B.makespan, 0, count)
     sort(B.ascending, 0, count)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import pytest
 
+from benchmarks.oracles.drawn_cost import cost_ns as draws_cost_ns
 from benchmarks.oracles.exhaustive import all_strategies
 from soap import api
 from soap.cluster.topology import Topology
@@ -26,7 +27,6 @@ from soap.simulator import engine
 from soap.simulator.drawn_engine import DrawnEngine
 from soap.simulator.drawn_times import drawn_times
 from soap.simulator.draws import Draws, Risk
-from soap.simulator.draws import cost_ns as draws_cost_ns
 from soap.simulator.engine import Engine
 from soap.simulator.shared import Shared
 from soap.simulator.simulate import Simulator

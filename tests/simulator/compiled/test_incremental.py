@@ -9,12 +9,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from benchmarks.oracles.drawn_cost import cost_ns
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
 from soap.profiles.roofline import RooflineCosts
 from soap.simulator import incremental, simulate
 from soap.simulator.drawn_times import reference_times_ns
-from soap.simulator.draws import Draws, cost_ns
+from soap.simulator.draws import Draws
 from soap.simulator.folded import FoldedSimulation
 from soap.simulator.folding import Folding
 from soap.simulator.incremental import IncrementalSimulator

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from hypothesis import strategies as st
 
+from benchmarks.oracles.drawn_cost import cost_ns as draws_cost_ns
 from soap.cluster.topology import Topology
 from soap.model.batch import MicroBatches
 from soap.model.graph import OperatorGraph
@@ -16,7 +17,6 @@ from soap.simulator.compiled.events import NO_BOUND
 from soap.simulator.drawn_engine import DrawnEngine, make_engine
 from soap.simulator.drawn_times import reference_times_ns
 from soap.simulator.draws import Draws
-from soap.simulator.draws import cost_ns as draws_cost_ns
 from soap.simulator.engine import Engine
 from soap.simulator.shared import Shared
 from soap.simulator.simulate import Simulator

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, S
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from soap.plan.division import apart
+from soap.plan.division import is_divided
 from soap.plan.plan import Plan
 from soap.plan.recomputation import keeps_outputs, second_links
 from soap.plan.running.activity import Activity, PlanIndex
@@ -320,3 +320,12 @@ def _needs(
             yield from ((reader, source(piece.holding) if carrier is None else carrier) for reader in readers)
     for number in activity.reductions:
         yield from ((sums + number, segment_of[tile]) for tile in plan.reductions[number].tiles)
+
+
+def apart(plan: Plan, one: int, other: int) -> bool:
+    """Whether two tiles share no backward pass: their passes belong to different actions of ``Plan.order``, or one of them is divided, and
+    its weight gradients would otherwise have to go through what the other one has computed."""
+    if is_divided(plan, one) or is_divided(plan, other):
+        return True
+    own, others = plan.tiles[one], plan.tiles[other]
+    return plan.rank(own, "F") != plan.rank(others, "F") or plan.rank(own, "B") != plan.rank(others, "B")
