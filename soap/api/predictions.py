@@ -275,7 +275,7 @@ def large_prediction(simulator: Simulator, strategy: Strategy) -> LargePredictio
     folding = "" if tile_count(strategy) <= MOST_PLANNED_TILES else simulator.folding(strategy, nearly=True)
     if isinstance(folding, str) or tile_count(folding.copies.strategy) <= MOST_PLANNED_TILES:
         return None
-    from soap.simulator.folded_bound import folded_engine  # compiled code
+    from soap.simulator.folded_bound import folded_engine  # numba
 
     engine = folded_engine(folding, simulator.costs)
     engine.load(folding.copies.strategy)
