@@ -279,7 +279,7 @@ def large_prediction(simulator: Simulator, strategy: Strategy) -> LargePredictio
 
     engine = folded_engine(folding, simulator.costs)
     engine.load(folding.copies.strategy)
-    makespan_ns, limits = engine.simulate(), simulator.topology.memory_limits
+    makespan_ns, limits = engine.play(), simulator.topology.memory_limits
     expected = simulator.expected_folded(folding, engine)
     fullest = max(range(len(limits)), key=lambda device: expected[device] / limits[device])
     return LargePrediction(makespan_ns, expected[fullest], limits[fullest], folding.count, tile_count(folding.copies.strategy))
