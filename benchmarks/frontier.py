@@ -172,8 +172,8 @@ def page(rows: Sequence[Row], groups: Sequence[Mapping[str, Any]], outcomes: Map
     for one in judged:
         over = "out of memory" if one.over is None else f"{one.over:.0%}"
         lines.append(f"| {one.name} | {one.plans} | {one.right} of {one.pairs} | {one.chosen} | {over} |")
-    lacking = Counter(own.lacking for own in outcomes.values() if own.lacking)
-    lines += ["", "Not said yet:", "", *(f"- {count}: {text}" for text, count in lacking.most_common()), ""]
+    waiting = Counter(own.lacking for own in outcomes.values() if own.lacking)
+    lines += ["", "Not said yet:", "", *(f"- {count}: {text}" for text, count in waiting.most_common()), ""]
     return "\n".join(lines)
 
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from benchmarks.layers import LAYER, by_layers
 from benchmarks.published import selected
 from benchmarks.published_models import PlainAttention
 from soap import api
+from soap.api.models import planned_graph
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
 from soap.strategy.config import Strategy
@@ -50,7 +51,6 @@ class Said:
     sharding: str = ""
     recompute: str = ""
     microbatches: int = 1
-    _: None = field(default=None, repr=False)
 
 
 def said(row: Row) -> Said:
@@ -110,9 +110,13 @@ def kind_of_attention(row: Row) -> str:
     return "plain" if "no flash" in kernels or kernels.startswith("Megatron fused kernels") else "flash"
 
 
+SIZES = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq", "gated_mlp", "head_dim", "tied")
+"""Of a row's model, those that decide about its graph."""
+
+
 def key_of(row: Row, own: Said) -> dict[str, Any]:
     """What decides about a row's graph."""
-    sizes = {name: row["model"].get(name) for name in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq", "gated_mlp", "head_dim", "tied")}
+    sizes = {name: row["model"].get(name) for name in SIZES}
     return {**sizes, "batch": row["global_batch"], "attention": kind_of_attention(row), "precision": own.precision}
 
 
@@ -125,8 +129,6 @@ def graph_of(row: Row, own: Said, folder: Path) -> OperatorGraph:
         with torch.device("meta"):
             module, args, kwargs, loss = _llama(key) if key["gated_mlp"] else _gpt(key)
             soap.export(module.to(getattr(torch, own.precision)).train(), args, kwargs, path=path, loss=loss, verify=False)
-    from soap.api.models import planned_graph
-
     return planned_graph(path)
 
 
@@ -144,11 +146,13 @@ def _llama(key: Mapping[str, Any]) -> tuple[nn.Module, tuple[Any, ...], dict[str
     )  # fmt: skip
     config._attn_implementation = "sdpa" if key["attention"] == "flash" else "eager"
     words = _words(key)
-    return transformers.LlamaForCausalLM(config), (), {"input_ids": words, "labels": words.clone(), "use_cache": False}, lambda out: out.loss
+    given = {"input_ids": words, "labels": words.clone(), "use_cache": False}
+    return transformers.LlamaForCausalLM(config), (), given, lambda out: out.loss
 
 
 def _gpt(key: Mapping[str, Any]) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any], Any]:
-    module = GPT(GPTConfig(vocabulary=key["vocab"], context=key["seq"], width=key["hidden"], heads=key["heads"], layers=key["layers"], dropout=0.0))
+    sizes = {"vocabulary": key["vocab"], "width": key["hidden"], "heads": key["heads"], "layers": key["layers"]}
+    module = GPT(GPTConfig(context=key["seq"], dropout=0.0, **sizes))
     if key["attention"] == "plain":
         for part in module.modules():
             if type(part) is CausalAttention:
@@ -200,5 +204,3 @@ def _second_layers(graph: OperatorGraph, strategy: Strategy) -> list[str]:
             found.append(op.name)
     return found
 
-
-__all__ = ["ADAM_STATES", "Row", "Said", "graph_of", "replace", "said", "strategy_of", "topology_of"]

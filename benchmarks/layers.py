@@ -26,7 +26,8 @@ def by_layers(
     chunks = layer_chunks(graph, stages * named.chunks)
     placement = named.table(stages, microbatches).placement
     groups = [order[stage * width : (stage + 1) * width] for stage in range(stages)]
-    strategy = staged(graph, topology, [placement[chunk] for chunk in chunks], groups, tensor=tensor, microbatches=microbatches, scatters=scatters)
+    blocks = [placement[chunk] for chunk in chunks]
+    strategy = staged(graph, topology, blocks, groups, tensor=tensor, microbatches=microbatches, scatters=scatters)
     return replace(strategy, microbatches=microbatches, stages=stages_of(graph, chunks), schedule=schedule)
 
 
