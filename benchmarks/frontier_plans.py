@@ -104,6 +104,10 @@ def said(row: Row) -> Said:
     return Said(tuple(lacking), tuple(assumed), "float16" if precision.startswith("fp16") else "bfloat16", name, how, recompute, parts)
 
 
+FUSED_NORM = ("RMS kernel", "Transformer Engine", "torch.compile")
+"""In a row's kernels: its norms are one kernel each."""
+
+
 def kind_of_attention(row: Row) -> str:
     """``flash`` or ``plain``."""
     kernels = str(row["kernels"])
@@ -117,7 +121,8 @@ SIZES = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq", "gated_
 def key_of(row: Row, own: Said) -> dict[str, Any]:
     """What decides about a row's graph."""
     sizes = {name: row["model"].get(name) for name in SIZES}
-    return {**sizes, "batch": row["global_batch"], "attention": kind_of_attention(row), "precision": own.precision}
+    written = {"attention": kind_of_attention(row), "fused_norm": any(name in row["kernels"] for name in FUSED_NORM)}
+    return {**sizes, "batch": row["global_batch"], "precision": own.precision, **written}
 
 
 def graph_of(row: Row, own: Said, folder: Path) -> OperatorGraph:
@@ -136,6 +141,17 @@ def _words(key: Mapping[str, Any]) -> torch.Tensor:
     return torch.zeros(key["batch"], key["seq"], dtype=torch.int64)
 
 
+class FusedNorm(nn.Module):
+    """A norm by its root mean square, as one call."""
+
+    weight: torch.Tensor
+    variance_epsilon: float
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """The normed input."""
+        return torch.nn.functional.rms_norm(hidden_states, hidden_states.shape[-1:], self.weight, self.variance_epsilon)
+
+
 def _llama(key: Mapping[str, Any]) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any], Any]:
     import transformers
 
@@ -145,9 +161,14 @@ def _llama(key: Mapping[str, Any]) -> tuple[nn.Module, tuple[Any, ...], dict[str
         tie_word_embeddings=bool(key["tied"]), head_dim=key["head_dim"] or key["hidden"] // key["heads"],
     )  # fmt: skip
     config._attn_implementation = "sdpa" if key["attention"] == "flash" else "eager"
+    module = transformers.LlamaForCausalLM(config)
+    if key["fused_norm"]:
+        for name, part in module.named_modules():
+            if name.endswith("norm"):
+                part.__class__ = FusedNorm
     words = _words(key)
     given = {"input_ids": words, "labels": words.clone(), "use_cache": False}
-    return transformers.LlamaForCausalLM(config), (), given, lambda out: out.loss
+    return module, (), given, lambda out: out.loss
 
 
 def _gpt(key: Mapping[str, Any]) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any], Any]:
