@@ -17,14 +17,17 @@ LAYER = re.compile(r"\b(?:blocks|layers|h|layer)\.(\d+)\b")
 """A layer's number in an operator's name."""
 
 
-def by_layers(graph: OperatorGraph, topology: Topology, *, stages: int, microbatches: int, schedule: str, tensor: int = 1) -> Strategy:
+def by_layers(
+    graph: OperatorGraph, topology: Topology, *, stages: int, microbatches: int, schedule: str, tensor: int = 1, scatters: bool = False
+) -> Strategy:
     """A pipeline as Megatron-LM has it: stages of neighbouring devices, in each of which groups of ``tensor`` split matrices and divide the
     samples."""
     order, width, named = device_order(topology), topology.device_count // stages, parse(schedule)
     chunks = layer_chunks(graph, stages * named.chunks)
     placement = named.table(stages, microbatches).placement
     groups = [order[stage * width : (stage + 1) * width] for stage in range(stages)]
-    strategy = staged(graph, topology, [placement[chunk] for chunk in chunks], groups, tensor=tensor, microbatches=microbatches)
+    blocks = [placement[chunk] for chunk in chunks]
+    strategy = staged(graph, topology, blocks, groups, tensor=tensor, microbatches=microbatches, scatters=scatters)
     return replace(strategy, microbatches=microbatches, stages=stages_of(graph, chunks), schedule=schedule)
 
 

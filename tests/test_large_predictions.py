@@ -42,3 +42,16 @@ def test_command_tells_time_and_memory(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert "4 copies of the model do the same: two were simulated" in capsys.readouterr().out
     assert simulate.main([*asked, "--explain"]) == 2
     assert "expected one of fewer micro-batches or devices" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["megatron:4x3+microbatches:2", "megatron:2x2+recompute+microbatches:2"])
+def test_a_plan_of_no_equal_copies_is_played_whole(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    graph, topology = transformer(batch=12), api.load_cluster("h100-6x2")
+    simulator = api.simulator_for(graph, topology, costs="estimate")
+    monkeypatch.setattr(predictions, "MOST_PLANNED_TILES", 0)
+    monkeypatch.setattr(simulator, "folding", lambda *given, **named: "no copies")
+    strategy = named(name, graph, topology)
+    found, whole = large_prediction(simulator, strategy), simulator.run(strategy)
+    assert found is not None and (found.copies, found.makespan_ns) == (1, whole.makespan_ns)
+    assert found.peak_bytes == max(whole.peak_bytes) and found.fits and whole.fits
+    assert large_prediction(simulator, strategy, whole=False) is None

@@ -259,27 +259,43 @@ def usual_in_stages(graph: OperatorGraph, strategy: Strategy, topology: Topology
 
 @dataclass(frozen=True)
 class LargePrediction:
-    """The time and memory of two of many equal copies. ``peak_bytes``, ``available_bytes``: of the device that is filled most, its
-    expected peak, and its memory. ``tiles``: of the two copies."""
+    """The time and memory of a large plan: of two of ``copies`` equal copies of the model, or of all of it if there is one.
+    ``peak_bytes``, ``available_bytes``: of the device that is filled most, its expected peak, and its memory. ``lacking_bytes``: those that
+    hosts lack. ``tiles``: those that were played."""
 
     makespan_ns: int
     peak_bytes: int
     available_bytes: int
+    lacking_bytes: int
     copies: int
     tiles: int
 
+    @property
+    def fits(self) -> bool:
+        """Whether neither devices nor hosts lack memory."""
+        return self.peak_bytes <= self.available_bytes and not self.lacking_bytes
 
-def large_prediction(simulator: Simulator, strategy: Strategy) -> LargePrediction | None:
-    """The time and the memory of a plan by compiled code; None if it has few tiles, or is not made of equal
+
+def large_prediction(simulator: Simulator, strategy: Strategy, *, whole: bool = True) -> LargePrediction | None:
+    """The time and the memory of a plan by compiled code; None if it has few tiles. ``whole``: also of a plan that is not made of equal
     copies."""
-    folding = "" if tile_count(strategy) <= MOST_PLANNED_TILES else simulator.folding(strategy, nearly=True)
-    if isinstance(folding, str) or tile_count(folding.copies.strategy) <= MOST_PLANNED_TILES:
+    if tile_count(strategy) <= MOST_PLANNED_TILES:
         return None
-    from soap.simulator.folded_bound import folded_engine  # numba
+    found = simulator.folding(strategy, nearly=True)
+    folding = None if isinstance(found, str) else found
+    played = strategy if folding is None else folding.copies.strategy
+    if tile_count(played) <= MOST_PLANNED_TILES or (folding is None and not whole):
+        return None
+    from soap.simulator.engine import Engine  # numba
+    from soap.simulator.folded_bound import folded_engine
 
-    engine = folded_engine(folding, simulator.costs)
-    engine.load(folding.copies.strategy)
-    makespan_ns, limits = engine.simulate(), simulator.topology.memory_limits
-    expected = simulator.expected_folded(folding, engine)
-    fullest = max(range(len(limits)), key=lambda device: expected[device] / limits[device])
-    return LargePrediction(makespan_ns, expected[fullest], limits[fullest], folding.count, tile_count(folding.copies.strategy))
+    if folding is None:
+        engine = Engine(simulator.graph, simulator.topology, simulator.costs, training=simulator.training, shared=simulator.shared)
+    else:
+        engine = folded_engine(folding, simulator.costs)
+    engine.load(played)
+    makespan_ns, limits = engine.play(), simulator.topology.memory_limits
+    peaks, lacking_bytes = simulator.played_in(strategy, engine, folding)
+    fullest = max(range(len(limits)), key=lambda device: peaks[device] / limits[device])
+    copies = 1 if folding is None else folding.count
+    return LargePrediction(makespan_ns, peaks[fullest], limits[fullest], lacking_bytes, copies, tile_count(played))

@@ -90,7 +90,7 @@ def execute(args: argparse.Namespace) -> int:
         return _report_workers(args, strategy, topology)
     if strategy.stale:
         return _report_stale(args, strategy, simulator)
-    large = large_prediction(simulator, strategy)
+    large = large_prediction(simulator, strategy, whole=not any(getattr(args, name) for name in simulate_report.OF_TASKS))
     if large is not None:
         told = simulate_report.large_report(args, simulator, strategy, large, args.builtin or Path(args.strategy).name)
         print(plan_summary.dump(told) if args.json else simulate_report.large_text(told))

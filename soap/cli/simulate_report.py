@@ -77,10 +77,14 @@ def _table(head: Sequence[str], everything: Sequence[Sequence[str]]) -> str:
     return "\n".join([aligned([head, *rows[:MOST_ROWS]]), *and_more(len(rows), MOST_ROWS, what="further rows")])
 
 
+OF_TASKS = ("timeline", "explain", "sensitivity", "beside")
+"""Options for which all tasks of a plan are listed."""
+
+
 def large_report(args: argparse.Namespace, simulator: Simulator, strategy: Strategy, found: LargePrediction, name: str) -> dict[str, Any]:
     """What is told, as plain JSON values. Writes the strategy if that is asked for. UsageError in one line for options about tasks."""
     said = f"of a plan of {found.tiles} tiles; expected one of fewer micro-batches or devices: leave it out"
-    refuse_given(args, ("timeline", "explain", "sensitivity", "beside"), said)
+    refuse_given(args, OF_TASKS, said)
     if args.output:
         record = {"predicted_ns": found.makespan_ns, "peak_bytes": found.peak_bytes}
         save_strategy(args.output, strategy, simulator.graph, simulator.topology, record)
@@ -92,7 +96,7 @@ def large_report(args: argparse.Namespace, simulator: Simulator, strategy: Strat
         "predicted_ns": found.makespan_ns,
         "most_memory_bytes": found.peak_bytes,
         "available_memory_bytes": found.available_bytes,
-        "fits": found.peak_bytes <= found.available_bytes,
+        "fits": found.fits,
     }
 
 
@@ -102,7 +106,8 @@ def large_text(report: dict[str, Any]) -> str:
     lacks = "" if report["fits"] else ": does not fit"
     held = f"up to {format_bytes(report['most_memory_bytes'])} of {format_bytes(report['available_memory_bytes'])}{lacks}"
     head = f"{report['model']} on {cluster['name']} ({cluster['devices']} devices)\n"
-    head += f"note: {folded['copies']} copies of the model do the same: two were simulated, {folded['tiles']:,} tiles"
+    alike = f"{folded['copies']} copies of the model do the same: two were simulated, " if folded["copies"] > 1 else ""
+    head += f"note: {alike}{folded['tiles']:,} tiles"
     return f"{head}\n\n{listed([(report['strategy'], milliseconds(report['predicted_ns'])), ('memory per device', held)])}"
 
 

@@ -138,10 +138,14 @@ class MicroBatches:
 
     def ranges(self, position: int) -> list[Interval]:
         """Of an operator that is cut: the part of its factor that belongs to each micro-batch."""
+        return list(_ranges(*self._spans(position)))
+
+    def _spans(self, position: int) -> tuple[int, int, int, int]:
+        """``_ranges``' arguments, for an operator that is cut."""
         factor = self.factors[position]
         assert factor is not None and self.samples is not None
         size, whole = (graph.operators[position].factors[factor].size for graph in (self.graph, self._whole))
-        return list(_ranges(size, whole, self.samples, self.count))
+        return size, whole, self.samples, self.count
 
     def phases_within(self, chunks: Sequence[int]) -> tuple[int, ...]:
         """By operator: how many barriers of its own chunk are before it, itself included. ``chunks``: by operator."""
@@ -183,16 +187,18 @@ class MicroBatches:
         place = next((d for d, dim in enumerate(dims) if dim.factor == made), None)
         if place is None or read is None or operand.dims[place].factor != read:
             return False
-        size = self.graph.tensors[operand.tensor].shape[place]
-        theirs = _along(dims[place], made, tuple(self.ranges(maker)), size)
-        ours = _along(operand.dims[place], read, tuple(self.ranges(reader)), size)
-        return all(a <= c and d <= b for (a, b), (c, d) in zip(theirs, ours, strict=True))
+        sides = (dims[place], made, *self._spans(maker)), (operand.dims[place], read, *self._spans(reader))
+        return _within(*sides, self.graph.tensors[operand.tensor].shape[place])
 
     def least_size(self, position: int, factor: int) -> int:
         """The size of one of an operator's factors in the smallest micro-batch."""
         if self.factors[position] != factor:
             return self.graph.operators[position].factors[factor].size
-        return min(stop - start for start, stop in self.ranges(position))
+        return min(stop - start for start, stop in _ranges(*self._spans(position)))
+
+
+_Side = tuple[DimMap, int, int, int, int, int]
+"""How a dimension follows a factor, the factor's position, and ``_ranges``' arguments for it."""
 
 
 @lru_cache(4096)
@@ -203,6 +209,9 @@ def _ranges(size: int, whole: int, samples: int, count: int) -> tuple[Interval, 
 
 
 @lru_cache(4096)
-def _along(dim: DimMap, factor: int, parts: tuple[Interval, ...], size: int) -> tuple[Interval, ...]:
-    """Intervals of a tensor's dimension that parts of this factor have. ``size``: of the dimension."""
-    return tuple([dim.interval([(0, 0)] * factor + [own], size) for own in parts])
+def _within(theirs: _Side, ours: _Side, size: int) -> bool:
+    """Whether each part of one factor lies, along a tensor's dimension of this size, in the same part of the other."""
+    (a, first, *parts), (b, second, *others) = theirs, ours
+    pairs = zip(_ranges(*parts), _ranges(*others), strict=True)
+    along = ((a.interval([(0, 0)] * first + [one], size), b.interval([(0, 0)] * second + [other], size)) for one, other in pairs)
+    return all(start <= begin and end <= stop for (start, stop), (begin, end) in along)

@@ -9,9 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from functools import cached_property
+from functools import cache, cached_property
 from math import prod
 from typing import Any
 
@@ -214,6 +214,12 @@ _NOT_HASHED = ("arithmetic", "skipped_share", "fused_bytes", "views", "drawn", "
 """Fields of an operator that its graph's hash leaves out."""
 
 
+@cache
+def _hashed(kind: type[Any]) -> tuple[str, ...]:
+    """Names of a dataclass's fields that a graph's hash is made of."""
+    return tuple(own.name for own in fields(kind) if kind is not Operator or own.name not in _NOT_HASHED)
+
+
 @dataclass(frozen=True, slots=True)
 class Unsplit:
     """A dimension of one of an operator's tensors along which it cannot be split, and why, in words."""
@@ -374,6 +380,11 @@ class OperatorGraph:
         return [first.setdefault(own, position) for position, own in enumerate(found)]
 
     @cached_property
+    def alike(self) -> dict[bool, list[int]]:
+        """Answers of ``likeness.alike_operators``, with footprints and without."""
+        return {}
+
+    @cached_property
     def shares(self) -> dict[tuple[str, tuple[int, ...]], Any]:
         """What ``simulator.memory.footprint`` says of tiles (``Shares``), by operator and lengths of the tile's intervals. It depends on
         nothing else, and the tiles of an operator mostly have equal lengths."""
@@ -396,6 +407,6 @@ class OperatorGraph:
     @cached_property
     def hash(self) -> str:
         """Identity of the model's structure (not of its weights): 16 hex digits of SHA-256."""
-        operators = [{name: value for name, value in asdict(op).items() if name not in _NOT_HASHED} for op in self.operators]
-        text = json.dumps([operators, [asdict(t) for t in self.tensors.values()], self.loss], sort_keys=True)
+        values = [self.operators, list(self.tensors.values()), self.loss]
+        text = json.dumps(values, sort_keys=True, default=lambda own: {name: getattr(own, name) for name in _hashed(type(own))})
         return hashlib.sha256(text.encode()).hexdigest()[:16]

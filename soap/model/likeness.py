@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 
 from soap.model.graph import Operator, OperatorGraph
 
@@ -12,10 +12,13 @@ from soap.model.graph import Operator, OperatorGraph
 def alike_operators(graph: OperatorGraph, *, footprints: bool = True) -> list[int]:
     """[position]: the position of the first operator that differs from this one only in names; without ``footprints``, which are found when
     they are first asked for, perhaps in the memory that it takes as well."""
-    numbers = {tensor.name: i for i, tensor in enumerate(graph.parameters)}
-    takes = graph.alike_footprints if footprints else [0] * len(graph.operators)
-    classes: dict[Hashable, int] = {}
-    return [classes.setdefault((takes[i], _likeness(graph, op, numbers)), i) for i, op in enumerate(graph.operators)]
+    if footprints not in graph.alike:
+        numbers, classes = {tensor.name: i for i, tensor in enumerate(graph.parameters)}, dict[Hashable, int]()
+        found: Iterable[Hashable] = (_likeness(graph, op, numbers) for op in graph.operators)
+        if footprints:
+            found = zip(graph.alike_footprints, alike_operators(graph, footprints=False), strict=True)
+        graph.alike[footprints] = [classes.setdefault(own, i) for i, own in enumerate(found)]
+    return graph.alike[footprints]
 
 
 def _likeness(graph: OperatorGraph, op: Operator, numbers: Mapping[str, int]) -> Hashable:

@@ -141,7 +141,7 @@ Handles = tuple[World, Trial, Trial, Edit]
 """What compiled functions need for a change: the world, the trial of the held strategy, a second trial to fill, and the edit."""
 
 ROOM = 4
-"""The arrays are this many times as large as a newly loaded strategy needs, so that accepted changes find room."""
+"""Arrays that were full with accepted changes are made this many times as large as the strategy needs."""
 
 
 class Engine:
@@ -192,7 +192,7 @@ class Engine:
         self._set_order(strategy)
         self._configs = [strategy.operators[op.name] for op in self.graph.operators]
         self._syncs, self._codes = dict(strategy.parameters), self.shared.codes.of_parameters(self.graph, strategy)
-        self._make_room(2 * strategy.microbatches * sum(len(config.devices) for config in self._configs))  # at least two slots a tile
+        self._make_room(strategy.microbatches)
         held = held_arrays(self.variants, self._configs)
         if self._tables.has_new_variants():
             self._renew(**self._tables.renewed())
@@ -207,20 +207,26 @@ class Engine:
         self.variants.micro_batches = self._orders.cut(strategy.microbatches)
         self.variants.divided = order.divided if order is not None else frozenset()
 
-    def _make_room(self, slots: int) -> None:
-        """Grow the arrays to the least that a strategy needs at once, rather than trying every smaller size."""
-        if self._slots < ROOM * slots:
-            while self._slots < ROOM * slots:
+    def _make_room(self, microbatches: int) -> None:
+        """Grow the arrays to what the loaded strategy needs, about, rather than trying every smaller size: four slots a tile, and two edges
+        for each parameter that a tile uses, to a sum and from that."""
+        tiles = [microbatches * len(config.devices) for config in self._configs]
+        self._grow_to(4 * sum(tiles), 0)
+        edges = 2 * sum(count * len(op.parameters) for count, op in zip(tiles, self.graph.operators, strict=True))
+        if 4 * self._size < edges:
+            self._size = edges // 4 + 1
+            self._make_scratch()
+
+    def _grow_to(self, slots: int, arena: int) -> None:
+        if self._slots < slots or self._arena < arena:
+            while self._slots < slots or self._arena < arena:
                 self._slots, self._arena = 2 * self._slots, 2 * self._arena
             self._make_state()
 
     def _lower(self, *held: Ints) -> None:
-        """Lower a strategy from scratch, into arrays with ``ROOM`` times what it needs. ``held``: see ``lower_all``."""
+        """Lower a strategy from scratch. ``held``: see ``lower_all``."""
         self._try(lambda: self._lower_all(*held))
-        if ROOM * self.state.used[SLOTS] > self._slots or ROOM * self.state.used[ARENA] > self._arena:
-            self._grow()
-            self._lower(*held)
-        self._lowered_slots = int(self.state.used[SLOTS])
+        self._lowered = self.state.used.copy()
 
     def simulate(self) -> int:
         """Makespan in ns of the loaded strategy, from a full simulation, which the next delta simulations start from."""
@@ -411,13 +417,15 @@ class Engine:
         self._read = self.state.dev_ptr.copy()
 
     def _renew_state(self) -> None:
-        """Drop the old blocks of accepted changes; if there are none, grow. Then lower and simulate again."""
+        """Drop the old blocks of accepted changes; grow to ``ROOM`` times what is needed, if there are none further. Then lower and simulate
+        again."""
         C, count = self.state, len(self.graph.operators)
         tiles = zip(C.dev_ptr[:count].tolist(), C.tiles[:count].tolist(), strict=True)
         devices = np.concatenate([C.dev[first : first + own] for first, own in tiles])
         held = C.variant[:count].copy(), C.replicas[:count].copy(), devices, C.marked[:count].copy()
-        if self.state.used[SLOTS] == self._lowered_slots:
+        if self.state.used[SLOTS] == self._lowered[SLOTS]:
             self._grow()
+        self._grow_to(*(ROOM * self._lowered[[SLOTS, ARENA]]).tolist())
         self._lower(*held)
         self.simulate()
 

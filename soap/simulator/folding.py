@@ -162,7 +162,8 @@ class Folding:
         """The plan of two copies, with the whole graph, made whenever it is asked for."""
         builder, strategy = self.builder, self.copies.strategy
         if strategy.microbatches > 1:  # whose plans are large, and nothing of them is kept
-            builder = PlanBuilder(builder.graph, builder.topology, builder.training, represented=self.communication.represented)
+            own = builder.graph, builder.topology, builder.training, strategy.microbatches
+            builder = PlanBuilder(*own, represented=self.communication.represented)
         return replace(builder.build(strategy), graph=self.graph)
 
     @staticmethod

@@ -299,19 +299,20 @@ class Simulator:
 
     def overflow_of_played(self, strategy: Strategy, engine: Engine, folding: Folding | None = None) -> int:
         """The second half of ``cost``, of a strategy that an engine holds or proposes; with ``folding`` as two of its copies."""
-        peaks, lacking = self._played_in(strategy, engine, folding)
+        peaks, lacking = self.played_in(strategy, engine, folding)
         return overflow_bytes(peaks, self.topology) + lacking
 
     def share_of_played(self, strategy: Strategy, engine: Engine, folding: Folding | None = None) -> float:
         """``peak_share`` of a strategy that an engine holds or proposes; with ``folding`` as two copies."""
-        peaks, lacking = self._played_in(strategy, engine, folding)
+        peaks, lacking = self.played_in(strategy, engine, folding)
         return inf if lacking else self._share(peaks)
 
-    def _played_in(self, strategy: Strategy, engine: Engine, folding: Folding | None) -> tuple[Sequence[int], int]:
+    def played_in(self, strategy: Strategy, engine: Engine, folding: Folding | None) -> tuple[Sequence[int], int]:
         """(the peak to expect on each device, bytes that hosts lack), as an engine has played it; of a plan by which the training cannot
         clip (zeros, ``REFUSED_BYTES``)."""
         if folding is not None:
-            return self.expected_folded(folding, engine), 0
+            plan = folding.with_an_idle_device(folding.plan)
+            return folding.for_all(self._expected(plan, engine, folding.topology)), 0
         plan = self._builder.build(strategy)
         if _is_refused(plan):
             return (0,) * self.topology.device_count, REFUSED_BYTES
@@ -328,11 +329,6 @@ class Simulator:
         arrays = plan_arrays(plan)
         ledger = swept(plan, arrays, engine_played(engine, plan, arrays), topology, self.optimizer_states)
         return expected_peaks(ledger.peaks().tolist())
-
-    def expected_folded(self, folding: Folding, engine: Engine) -> Sequence[int]:
-        """The peak to expect on each device of the cluster, from two copies that an engine holds or proposes."""
-        plan = folding.with_an_idle_device(folding.plan)
-        return folding.for_all(self._expected(plan, engine, folding.topology))
 
     def is_refused(self, strategy: Strategy) -> bool:
         """Whether the training clips, and cannot by this strategy."""

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from soap.plan.memory_kinds import MemoryKind
 from soap.plan.syncs.gathering import UNDER_WAY
@@ -18,11 +19,13 @@ from soap.simulator.memory.curves import (
     LATE,
     LEAVES,
     MADE,
+    ORDERS,
     OVER,
     PLACES,
+    Held,
     MemoryCurve,
-    curves_of,
-    peaks_of,
+    curve_of,
+    peak_of,
 )
 from soap.simulator.memory.grouped import Bools, Longs, least, most
 from soap.simulator.memory.transit import NO_STAY, SENT_BYTES, SENT_TENSORS
@@ -37,8 +40,9 @@ class ArrayLedger:
         self.end_ns = end_ns
         self.is_accelerator = np.zeros(devices, np.bool_)
         self.is_accelerator[list(accelerators)] = True
-        self.changes: list[Longs] = []
-        """Rows (device, time in ns, order, bytes that are taken or, below 0, freed, place of its kind)."""
+        self._devices = np.min_scalar_type(devices)  # sorting narrow numbers is fast
+        self._held: list[tuple[NDArray[Any], ...]] = [(np.zeros(0, self._devices), *Held(*np.zeros((4, 0), np.int64)))]
+        """Columns: devices, then those of ``Held``."""
         self._sends: list[Longs] = []
         self._stays: list[Longs] = []
         self._received: list[Longs] = []
@@ -63,15 +67,15 @@ class ArrayLedger:
         """Devices hold ``size`` bytes of a kind (or of kinds by ``PLACES``) from ``start_ns`` to ``end_ns``. At the same time, ends come
         before beginnings, but what begins ``early`` is made from what ends ``late``, so both are held for that moment. Before all that,
         what ``leaves`` begins to, and then something is ``freed``. After it something is ``made`` from what is then ``over``."""
-        device, start, end, size = np.broadcast_arrays(*(np.asarray(own, np.int64) for own in (device, start_ns, end_ns, size)))
+        columns = (np.atleast_1d(np.asarray(own, np.int64)) for own in (device, start_ns, end_ns, size))
+        device, start, end, size = np.broadcast_arrays(*columns)
         ends = np.where(over, OVER, np.where(np.logical_or(late, end == start), LATE, np.where(freed, FREED, ENDS)))
         begins = np.where(leaves, LEAVES, np.where(early, EARLY, np.where(made, MADE, BEGINS)))
-        begins, ends = np.broadcast_arrays(begins, ends, device)[:2]
-        there = (size != 0) & ((start < end) | ((start == end) & (begins < ends)))
-        place = np.broadcast_to(PLACES[kind] if isinstance(kind, MemoryKind) else kind, device.shape)
-        rows = np.stack([np.atleast_1d(own) for own in (device, start, begins, size, place)])[:, np.atleast_1d(there)]
-        freeing = np.stack([np.atleast_1d(own) for own in (device, end, ends, -size, place)])[:, np.atleast_1d(there)]
-        self.changes += [rows, freeing]
+        first, last = ORDERS * start + begins, ORDERS * end + ends
+        place = np.broadcast_to(np.int8(PLACES[kind]) if isinstance(kind, MemoryKind) else kind.astype(np.int8), device.shape)
+        own = device.astype(self._devices), first, last, size, place
+        there = (size != 0) & (first < last)
+        self._held.append(own if there.all() else tuple([column[there] for column in own]))
 
     def send(
         self, device: Any, start_ns: Any, answer_ns: Any, size: Any, *, held: Any = None, copied: Flags = False, made: Flags = False
@@ -105,20 +109,23 @@ class ArrayLedger:
 
     def curves(self) -> tuple[MemoryCurve, ...]:
         """The curve of each device."""
-        return curves_of(self._all_changes(), len(self.is_accelerator))
+        return tuple(map(curve_of, self._by_device()))
 
     def peaks(self) -> Longs:
         """[device]: the most that it holds at any time."""
-        return peaks_of(self._all_changes(), len(self.is_accelerator))
+        return np.array(list(map(peak_of, self._by_device())), np.int64)
 
-    def _all_changes(self) -> Longs:
-        """All rows. A send is let go when the next one has been packed, or when there is room to add up what answers it."""
+    def _by_device(self) -> Iterator[Held]:
+        """All that each device holds. A send is let go when the next one has been packed, or when there is room to add up what answers it."""
         self._let_go_of_sent()
         for rows, limit in ((self._received, None), (self._few, UNDER_WAY)):
             self._let_go_of_received(rows, limit)
             rows.clear()
-        self.changes = [np.concatenate([np.zeros((5, 0), np.int64), *self.changes], axis=1)]
-        return self.changes[0]
+        device, *columns = (np.concatenate(column) for column in zip(*self._held, strict=True))
+        self._held = [(device, *columns)]
+        ends = np.cumsum(np.bincount(device, minlength=len(self.is_accelerator)))
+        for own in np.split(np.argsort(device, kind="stable"), ends[:-1]):
+            yield Held(*(column[own] for column in columns))
 
     def _let_go_of_sent(self) -> None:
         """Hold what devices pack to send it, and what they send from where that lies."""

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from soap.plan.memory_kinds import MemoryKind
 from soap.simulator.memory.grouped import Longs
 
-ENDS, LEAVES, FREED, EARLY, LATE, MADE, OVER, BEGINS = range(8)
+ENDS, LEAVES, FREED, EARLY, LATE, MADE, OVER, BEGINS = range(ORDERS := 8)
 """The order of changes at the same time. Of those with one order, what frees bytes comes before what takes some."""
 
 SPARED = (MemoryKind.GRADIENTS, MemoryKind.KEPT, MemoryKind.BUFFERS, MemoryKind.VALUES, MemoryKind.BATCH, MemoryKind.STATES)
@@ -38,51 +38,45 @@ class MemoryCurve:
         return int(self.bytes_held.max())
 
 
-def peaks_of(changes: Longs, devices: int) -> Longs:
-    """[device]: the most that it holds at any time. ``changes``: columns (device, time in ns, order, bytes that are taken or, below 0,
-    freed, place of their kind); what a device takes of a kind, it frees as well."""
-    order = _in_order(changes)
-    device, sizes = changes[0][order], changes[3][order]
-    found = np.zeros(devices, np.int64)
-    there = np.flatnonzero(np.diff(device, prepend=-1))
-    if len(there):
-        found[device[there]] = np.maximum(0, np.maximum.reduceat(np.cumsum(sizes), there))
-    return found
+class Held(NamedTuple):
+    """Pieces that one device holds: from ``first`` to ``last``, times in ns by ``ORDERS`` plus the order then; bytes, below 0 if others
+    hold less for it; and the place of their kind."""
+
+    first: Longs
+    last: Longs
+    bytes: Longs
+    kind: NDArray[np.int8]
+
+    def changes(self) -> tuple[Longs, Longs, Longs]:
+        """(times by ``ORDERS`` plus the order then, bytes that are taken or, below 0, freed, which of ``Held`` twice), in their order."""
+        moments = np.concatenate([2 * self.first + (self.bytes > 0), 2 * self.last + (self.bytes < 0)])
+        order = np.argsort(moments)
+        return moments[order] // 2, np.concatenate([self.bytes, -self.bytes])[order], order
 
 
-def curves_of(changes: Longs, devices: int) -> tuple[MemoryCurve, ...]:
-    """The curve of each device: at each time the most that it holds as things are taken then, or what is left. ``changes``: see
-    ``peaks_of``."""
-    first = np.zeros((5, devices), np.int64)  # the curves begin at 0
-    first[0] = np.arange(devices)
-    changes = np.concatenate([first, changes], axis=1)
-    device, times, _, sizes, kinds = changes[:, _in_order(changes)]
-    rows, level = np.arange(len(device)), np.cumsum(sizes)
-    begins = np.flatnonzero((np.diff(times, prepend=-1) != 0) | (np.diff(device, prepend=-1) != 0))
-    ends = np.append(begins[1:], len(device))
+def peak_of(held: Held) -> int:
+    """The most that a device holds at any time."""
+    return int(np.cumsum(held.changes()[1]).max(initial=0))
+
+
+def curve_of(held: Held) -> MemoryCurve:
+    """The curve of a device: at each time the most that it holds as things are taken then, or what is left. It begins at 0."""
+    moments, sizes, order = held.changes()
+    times, sizes = np.append(0, moments // ORDERS), np.append(0, sizes)
+    kinds = np.append(0, np.tile(held.kind, 2)[order])
+    rows, level = np.arange(len(times)), np.cumsum(sizes)
+    begins = np.flatnonzero(np.diff(times, prepend=-1))
+    counts = np.diff(begins, append=len(times))
     taken = np.maximum.reduceat(np.where(sizes > 0, level, 0), begins)
-    held = np.maximum(level[ends - 1], taken)
-    counts = ends - begins
+    most = np.maximum(level[begins + counts - 1], taken)
     at_most = np.maximum.reduceat(np.where((sizes > 0) & (level == np.repeat(taken, counts)), rows, -1), begins)
-    shown = np.maximum.reduceat(np.where(level == np.repeat(held, counts), rows, -1), begins)
-    own = np.searchsorted(device[begins], np.arange(devices + 1))
-    peaks = np.array([a + held[a:b].argmax() for a, b in pairwise(own)], np.int64)
-    peak_rows = np.where(at_most[peaks] < 0, begins[peaks], at_most[peaks])
+    shown = np.maximum.reduceat(np.where(level == np.repeat(most, counts), rows, -1), begins)
+    peak = most.argmax()
+    peak_row = begins[peak] if at_most[peak] < 0 else at_most[peak]
     of_kind = {kind: np.cumsum(np.where(kinds == place, sizes, 0)) for kind, place in PLACES.items()}
-    at_peak = settled({kind: sums[peak_rows] for kind, sums in of_kind.items()})
+    at_peak = settled({kind: int(sums[peak_row]) for kind, sums in of_kind.items()})
     by_kind = settled({kind: sums[shown] for kind, sums in of_kind.items()})
-    found = []
-    for number, (a, b) in enumerate(pairwise(own)):
-        most = {kind: int(sums[number]) for kind, sums in at_peak.items()}
-        found.append(MemoryCurve(times[begins[a:b]], held[a:b], most, {kind: sums[a:b] for kind, sums in by_kind.items()}))
-    return tuple(found)
-
-
-def _in_order(changes: Longs) -> Longs:
-    """Places of the changes by device, time and order."""
-    device, time, order, sizes, _ = changes
-    place = (device * (time.max(initial=0) + 1) + time) * (BEGINS + 1) + order
-    return np.argsort(2 * place + (sizes > 0))
+    return MemoryCurve(times[begins], most, {kind: int(own) for kind, own in at_peak.items()}, by_kind)
 
 
 def settled(held: Mapping[MemoryKind, Any]) -> dict[MemoryKind, Any]:

@@ -1,0 +1,227 @@
+"""The rows of large runs as models, clusters and strategies."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import soap
+from benchmarks.layers import LAYER, by_layers
+from benchmarks.published import selected
+from benchmarks.published_models import PlainAttention
+from soap import api
+from soap.api.models import planned_graph
+from soap.cluster.topology import Topology
+from soap.model.graph import OperatorGraph
+from soap.strategy.config import Strategy
+from soap.strategy.megatron import hybrid
+from soap.strategy.named import ADDED
+from soap.strategy.recomputation import RECOMPUTED, in_micro_batches, with_repeatable_levels
+from soap.zoo.gpt import GPT, CausalAttention, GPTConfig
+
+Row = Mapping[str, Any]
+
+ADAM_STATES = 6
+"""Tensors of a 16-bit parameter's size that Adam keeps in mixed precision: the parameter and its two moments in float32."""
+
+CLUSTERS = {
+    "A100-SXM4-80GB": "a100-80gb",
+    "H100-SXM5-80GB": "h100",
+    "H100-SXM5-80GB 700 W": "h100",
+}
+"""GPU of a row -> family of presets. Other networks than the family's are the row's (``_network``)."""
+
+
+@dataclass(frozen=True)
+class Said:
+    """A row as SOAP has it. ``lacking``: what cannot be said yet, in words; empty if all can. ``assumed``: where its source is silent."""
+
+    lacking: tuple[str, ...] = ()
+    assumed: tuple[str, ...] = ()
+    precision: str = ""
+    schedule: str = ""
+    sharding: str = ""
+    recompute: str = ""
+    microbatches: int = 1
+
+
+def said(row: Row) -> Said:
+    """What a row asks for."""
+    lacking, assumed = [], []
+    precision = str(row["precision"])
+    if not precision.lower().startswith(("bf16", "fp16")):
+        lacking.append("float8")
+    if row["gpu"] not in CLUSTERS:
+        lacking.append(f"cluster of {row['gpu']}")
+    if row["model"].get("experts"):
+        lacking.append("mixture of experts")
+    if (row["cp"] or 1) > 1:
+        lacking.append("context parallelism")
+    schedule, virtual = str(row["schedule"]), row["virtual_stages"] or 1
+    name = "1f1b"
+    if row["pp"] > 1:
+        if schedule.startswith("ZB"):
+            lacking.append(schedule)
+        elif schedule.startswith("interleaved") and virtual > 1:
+            name = f"interleaved:{virtual}"
+        elif schedule.startswith("interleaved"):
+            assumed.append("virtual stages: none")
+    sharding = str(row["sharding"])
+    how = "none"
+    if sharding.startswith(("ZeRO-1", "distributed optimizer")):
+        how = "zero1"
+    elif sharding.startswith("FSDP") and "not resharded" not in sharding:
+        how = "fsdp"
+    elif sharding != "none" and not sharding.startswith("none"):
+        lacking.append(f"sharding {sharding}")
+    again, recompute = str(row["recompute"]), "none"
+    if again.startswith("full"):
+        recompute = "full"
+    elif again == "selective (per op)":
+        recompute = "selective_op"
+    elif again.startswith("selective (every second layer)"):
+        recompute = "second"
+    elif again.startswith("selective (attention core)"):
+        recompute = "attention"
+    elif not again.startswith("none"):
+        assumed.append("recomputation: none")
+    batch, size = row["global_batch"], row["micro_batch"]
+    parts = row["microbatches_per_pipeline"]
+    if not parts:
+        if size:
+            parts = batch // (size * row["dp"])
+        elif row["pp"] > 1:
+            lacking.append("micro-batch")
+        parts = parts or 1
+    return Said(tuple(lacking), tuple(assumed), "float16" if precision.startswith("fp16") else "bfloat16", name, how, recompute, parts)
+
+
+FUSED_NORM = ("RMS kernel", "Transformer Engine", "torch.compile")
+"""In a row's kernels: its norms are one kernel each."""
+
+
+def kind_of_attention(row: Row) -> str:
+    """``flash`` or ``plain``."""
+    kernels = str(row["kernels"])
+    return "plain" if "no flash" in kernels or kernels.startswith("Megatron fused kernels") else "flash"
+
+
+SIZES = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq", "gated_mlp", "head_dim", "tied")
+"""Of a row's model, those that decide about its graph."""
+
+
+def key_of(row: Row, own: Said) -> dict[str, Any]:
+    """What decides about a row's graph."""
+    sizes = {name: row["model"].get(name) for name in SIZES}
+    written = {"attention": kind_of_attention(row), "fused_norm": any(name in row["kernels"] for name in FUSED_NORM)}
+    return {**sizes, "batch": row["global_batch"], "precision": own.precision, **written}
+
+
+def graph_of(row: Row, own: Said, folder: Path) -> OperatorGraph:
+    """The row's model, exported into the folder unless it is there."""
+    key = key_of(row, own)
+    path = folder / f"{hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]}.pt2"
+    if not path.exists():
+        logging.getLogger("transformers").setLevel(logging.ERROR)
+        with torch.device("meta"):
+            module, args, kwargs, loss = _llama(key) if key["gated_mlp"] else _gpt(key)
+            soap.export(module.to(getattr(torch, own.precision)).train(), args, kwargs, path=path, loss=loss, verify=False)
+    return planned_graph(path)
+
+
+def _words(key: Mapping[str, Any]) -> torch.Tensor:
+    return torch.zeros(key["batch"], key["seq"], dtype=torch.int64)
+
+
+class FusedNorm(nn.Module):
+    """A norm by its root mean square, as one call."""
+
+    weight: torch.Tensor
+    variance_epsilon: float
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """The normed input."""
+        return torch.nn.functional.rms_norm(hidden_states, hidden_states.shape[-1:], self.weight, self.variance_epsilon)
+
+
+def _llama(key: Mapping[str, Any]) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any], Any]:
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=key["vocab"], hidden_size=key["hidden"], intermediate_size=key["ffn"], num_hidden_layers=key["layers"],
+        num_attention_heads=key["heads"], num_key_value_heads=key["kv_heads"], max_position_embeddings=key["seq"],
+        tie_word_embeddings=bool(key["tied"]), head_dim=key["head_dim"] or key["hidden"] // key["heads"],
+    )  # fmt: skip
+    config._attn_implementation = "sdpa" if key["attention"] == "flash" else "eager"
+    module = transformers.LlamaForCausalLM(config)
+    if key["fused_norm"]:
+        for name, part in module.named_modules():
+            if name.endswith("norm"):
+                part.__class__ = FusedNorm
+    words = _words(key)
+    given = {"input_ids": words, "labels": words.clone(), "use_cache": False}
+    return module, (), given, lambda out: out.loss
+
+
+def _gpt(key: Mapping[str, Any]) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any], Any]:
+    sizes = {"vocabulary": key["vocab"], "width": key["hidden"], "heads": key["heads"], "layers": key["layers"]}
+    module = GPT(GPTConfig(context=key["seq"], dropout=0.0, **sizes))
+    if key["attention"] == "plain":
+        for part in module.modules():
+            if type(part) is CausalAttention:
+                part.__class__, part.dropout = PlainAttention, 0.0
+    if key["tied"]:
+        module.head.weight = module.token_embedding.weight
+    words = _words(key)
+    return module, (words, words.clone()), {}, None
+
+
+def topology_of(row: Row) -> Topology:
+    """The row's cluster."""
+    each = row["gpus_per_host"]
+    hosts = row["gpus"] // each
+    family = CLUSTERS[row["gpu"]]
+    return api.load_cluster(f"{family}-{hosts}x{each}" if hosts > 1 else f"{family}-{each}")
+
+
+def strategy_of(row: Row, own: Said, graph: OperatorGraph, topology: Topology) -> Strategy:
+    """The row's plan."""
+    scatters = row["tp"] > 1 and "sequence" in f"{row['recompute']} {row['kernels']}"
+    if row["pp"] > 1:
+        strategy = by_layers(
+            graph, topology, stages=row["pp"], microbatches=own.microbatches, schedule=own.schedule, tensor=row["tp"], scatters=scatters
+        )
+    else:
+        strategy = hybrid(graph, topology, tensor=row["tp"], microbatches=own.microbatches, scatters=scatters)
+        strategy = in_micro_batches(graph, strategy, own.microbatches)
+    if own.sharding != "none":
+        strategy = ADDED[own.sharding](graph, topology, strategy)
+    if own.recompute == "full":
+        strategy = ADDED["recompute"](graph, topology, strategy)
+    elif own.recompute == "selective_op":
+        strategy = with_repeatable_levels(graph, strategy, selected(graph))
+    elif own.recompute == "second":
+        strategy = with_repeatable_levels(graph, strategy, {name: RECOMPUTED for name in _second_layers(graph, strategy)})
+    elif own.recompute == "attention":
+        names = [op.name for op in graph.operators if "attention" in op.name and op.kind != "linear"]
+        strategy = with_repeatable_levels(graph, strategy, dict.fromkeys(names, RECOMPUTED))
+    return strategy
+
+
+def _second_layers(graph: OperatorGraph, strategy: Strategy) -> list[str]:
+    whole = ADDED["recompute"](graph, None, strategy)  # type: ignore[arg-type]
+    found = []
+    for op in graph.operators:
+        layer = LAYER.search(op.name)
+        if whole.operators[op.name] != strategy.operators[op.name] and layer is not None and int(layer[1]) % 2:
+            found.append(op.name)
+    return found
+
