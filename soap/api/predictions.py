@@ -290,7 +290,7 @@ def large_prediction(simulator: Simulator, strategy: Strategy, *, whole: bool = 
     from soap.simulator.folded_bound import folded_engine
 
     if folding is None:
-        engine = Engine(simulator.graph, simulator.topology, simulator.costs, training=simulator.training, shared=simulator.shared)
+        engine = Engine(simulator.shared)
     else:
         engine = folded_engine(folding, simulator.costs)
     engine.load(played)
