@@ -29,7 +29,6 @@ from soap.cli.options import positive
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
 from soap.search.metropolis import DEFAULT_BETA
-from soap.simulator.compiled.played import TakenTasks
 from soap.simulator.engine import Engine
 from soap.strategy.classical import random_config
 from soap.strategy.config import Strategy, SyncConfig
@@ -50,9 +49,11 @@ class Agreement(NamedTuple):
     compared: int
 
 
-def _played_alike(a: TakenTasks, b: TakenTasks) -> bool:
-    """Whether two simulations took the same tasks at the same times, wherever they have them."""
-    return all(np.array_equal(x, y) for x, y in zip(a._replace(slot=b.slot), b, strict=True))
+def _played_alike(one: Engine, other: Engine) -> bool:
+    """Whether two engines have played the same tasks at the same times with the same resources, wherever they have them."""
+    a, b = one.taken(), other.taken()
+    pairs = zip((*a[1:], *one.held(a.slot)), (*b[1:], *other.held(b.slot)), strict=True)
+    return all(np.array_equal(x, y) for x, y in pairs)
 
 
 def compare(graph: OperatorGraph, topology: Topology, proposals: int, seed: int = 0, beta: float = DEFAULT_BETA) -> Agreement:
@@ -68,7 +69,7 @@ def compare(graph: OperatorGraph, topology: Topology, proposals: int, seed: int 
         proposed, cost_ns = _propose(delta, graph, topology, strategy, draw)
         full.load(proposed)
         full_ns = full.play()
-        different += cost_ns != full_ns or not _played_alike(delta.taken(), full.taken())
+        different += cost_ns != full_ns or not _played_alike(delta, full)
         compared += len(full.taken().key)
         if cost_ns <= current_ns or draw.random() < exp(beta * (current_ns - cost_ns) / start_ns):
             delta.accept()

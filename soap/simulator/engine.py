@@ -23,7 +23,7 @@ from soap.simulator.compiled.draws import NO_DRAWING, Drawing
 from soap.simulator.compiled.evaluate import confirm, evaluate, take_back
 from soap.simulator.compiled.events import NO_BOUND, STOPPED, keep_order, simulate_all
 from soap.simulator.compiled.fetches import UNCOVERED
-from soap.simulator.compiled.graph_arrays import Ints
+from soap.simulator.compiled.graph_arrays import Ints, Longs
 from soap.simulator.compiled.groups import DeviceGroups
 from soap.simulator.compiled.handles import handle
 from soap.simulator.compiled.history import complete, make_history, retrace
@@ -419,9 +419,12 @@ class Engine:
         begins = np.concatenate(([0], np.cumsum(C.waits[slots], dtype=np.int64)))
         waits = Waits(place, begins[:-1].copy(), np.zeros(begins[-1], np.int64))
         note_waits(self._parts["graph"], self._parts["state"], played, handle(waits))
-        held = held_resources(C, slots, self._tables.groups().static)
         key, times = np.stack([C.key[slots], C.subkey[slots]], axis=1), (C.duration[slots], trial.start[slots], trial.end[slots])
-        return TakenTasks(slots, key, *times, C.moved[slots], begins, waits.waits, *held)
+        return TakenTasks(slots, key, *times, C.moved[slots], begins, waits.waits)
+
+    def held(self, slots: Ints) -> tuple[Longs, Longs]:
+        """``held_resources`` of the tasks in these slots."""
+        return held_resources(self.state, slots, self._tables.groups().static)
 
     def _lower_all(self, *held: Ints) -> None:
         self.state.sync[: len(self._codes)], self.state.prefetch[0] = self._codes, self._loaded.prefetch

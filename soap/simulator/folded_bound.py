@@ -37,6 +37,7 @@ def messages(folding: Folding, engine: Engine) -> int:
     small, images = folding.topology, folding.copies.images
     mine = np.append(np.searchsorted(folding.copies.devices, images[1]), small.device_count + folding.alike[folding.local[1]])
     own = engine.taken()
-    count, elsewhere = np.diff(own.held_ptr), np.append(0, np.cumsum(~np.isin(own.held, mine)))
-    inside = (count > 0) & (np.diff(elsewhere[own.held_ptr]) == 0)
+    begins, held = engine.held(own.slot)
+    count, elsewhere = np.diff(begins), np.append(0, np.cumsum(~np.isin(held, mine)))
+    inside = (count > 0) & (np.diff(elsewhere[begins]) == 0)
     return int(np.count_nonzero(own.bytes) + (folding.count - 2) * np.count_nonzero(inside & (own.bytes > 0)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -18,10 +18,22 @@ NONE = -1
 """In place of a task's number: there is none."""
 
 
+class Replayable(NamedTuple):
+    """By task what playing it once more needs: times in ns, and ``rank``, its place among all by id, which breaks ties. It holds the
+    resources ``held[held_ptr[k]:held_ptr[k + 1]]`` (``tasks.Task.resources``)."""
+
+    duration: Longs
+    launch: Longs
+    latency: Longs
+    overhead: Longs
+    rank: Longs
+    held_ptr: Longs
+    held: Longs
+
+
 class Played(NamedTuple):
-    """By task: ``kind`` (``KINDS``), ``tile`` of a pass or NONE, ``start`` and ``end``, and what may be played once more: ``duration``,
-    ``launch``, ``latency``, ``overhead``, all in ns, and ``rank``: its place among all by id, which breaks ties. It waits for the tasks
-    ``waits[waits_ptr[k]:waits_ptr[k + 1]]`` and holds the resources ``held[held_ptr[k]:held_ptr[k + 1]]`` (``tasks.Task.resources``).
+    """By task: ``kind`` (``KINDS``), ``tile`` of a pass or NONE, ``start`` and ``end`` in ns. It waits for the tasks
+    ``waits[waits_ptr[k]:waits_ptr[k + 1]]``. ``replayable``: makes the rest, which few ask for.
 
     The tasks, or NONE: by tile ``forward``, ``backward``, ``weights``, ``again`` (second run), and by name all ``rows`` of marks; by
     carrier of ``PlanArrays`` ``brought`` and ``returned``; by reduction ``summed`` and ``summed_back``. ``named``: by name of a
@@ -32,15 +44,9 @@ class Played(NamedTuple):
     tile: Longs
     start: Longs
     end: Longs
-    duration: Longs
-    launch: Longs
-    latency: Longs
-    overhead: Longs
-    rank: Longs
     waits_ptr: Longs
     waits: Longs
-    held_ptr: Longs
-    held: Longs
+    replayable: Callable[[], Replayable]
     forward: Longs
     backward: Longs
     weights: Longs
@@ -78,10 +84,8 @@ def played_of(tasks: TaskGraph, schedule: Schedule) -> Played:
         tile,
         schedule.start_ns,
         schedule.end_ns,
-        *times_of(tasks),
-        _ranks([task.id for task in todo]),
         *_rows([task.predecessors for task in todo]),
-        *_rows([task.resources for task in todo]),
+        lambda: Replayable(*times_of(tasks), _ranks([task.id for task in todo]), *_rows([task.resources for task in todo])),
         *passes,
         {name: _by_number(own.rows.get(name, {}), range(tiles)) for name in row_names()},
         *(_by_number(places, parts) for places in (own.brought, own.returned)),

@@ -40,8 +40,11 @@ class Waits(NamedTuple):
 
 def as_ranks_run(played: Played, plan: Plan, arrays: PlanArrays, topology: Topology) -> tuple[Played, RankOrder]:
     """The iteration as ranks run it: other times and waits, if its passes do not have that order anyway; and the order."""
-    backward = played.tile[_by_start(played, played.backward[played.backward != NONE])]
-    order = rank_order(plan, arrays, played.tile[_by_start(played, played.forward)], backward, turns=plan.order is None)
+    forward = np.argsort(played.start[played.forward], kind="stable")  # ids order these as tiles
+    back = np.argsort(-arrays.tiles.operator, kind="stable")
+    back = back[played.backward[back] != NONE]  # as ids order these
+    backward = back[np.argsort(played.start[played.backward[back]], kind="stable")]
+    order = rank_order(plan, arrays, forward, backward, turns=plan.order is None)
     passes = _Passes(played, arrays, order) if plan.order is None else None
     if passes is None or passes.are_kept():
         return played, order
@@ -52,10 +55,6 @@ def as_ranks_run(played: Played, plan: Plan, arrays: PlanArrays, topology: Topol
     played = played._replace(waits_ptr=np.append(0, np.cumsum(counts)), waits=waits.other)
     start, end = replayed(played, topology)
     return played._replace(start=start, end=end), order
-
-
-def _by_start(played: Played, passes: Longs) -> Longs:
-    return passes[np.lexsort((played.rank[passes], played.start[passes]))]
 
 
 class _Passes:
@@ -108,7 +107,7 @@ class _Passes:
         early = again[waits.other] & (turn[waits.task] != NONE) & ((turn[waits.other] == NONE) | (turn[waits.other] > turn[waits.task]))
         if not early.any():
             return turn, within
-        ptr, found, rank = played.waits_ptr, np.full(len(turn), NONE), played.rank
+        ptr, found, rank = played.waits_ptr, np.full(len(turn), NONE), played.replayable().rank
         passes = np.flatnonzero(turn != NONE)
         ordered = passes[np.lexsort((within[passes], turn[passes]))]
         count = 0
