@@ -49,11 +49,13 @@ class Agreement(NamedTuple):
     compared: int
 
 
-def _played_alike(one: Engine, other: Engine) -> bool:
-    """Whether two engines have played the same tasks at the same times with the same resources, wherever they have them."""
-    a, b = one.taken(), other.taken()
-    pairs = zip((*a[1:], *one.held(a.slot)), (*b[1:], *other.held(b.slot)), strict=True)
-    return all(np.array_equal(x, y) for x, y in pairs)
+def _played_alike(*engines: Engine) -> bool:
+    """Whether two engines have played the same tasks at the same times, wherever they have them."""
+    found = []
+    for engine in engines:
+        slots, *rest = engine.taken()
+        found.append((*rest, engine.keys(slots), *engine.waits(slots), *engine.held(slots)))
+    return all(np.array_equal(x, y) for x, y in zip(*found, strict=True))
 
 
 def compare(graph: OperatorGraph, topology: Topology, proposals: int, seed: int = 0, beta: float = DEFAULT_BETA) -> Agreement:
@@ -70,13 +72,13 @@ def compare(graph: OperatorGraph, topology: Topology, proposals: int, seed: int 
         full.load(proposed)
         full_ns = full.play()
         different += cost_ns != full_ns or not _played_alike(delta, full)
-        compared += len(full.taken().key)
+        compared += len(full.taken().slot)
         if cost_ns <= current_ns or draw.random() < exp(beta * (current_ns - cost_ns) / start_ns):
             delta.accept()
             strategy, current_ns, accepted = proposed, cost_ns, accepted + 1
         else:
             delta.reject()
-    return Agreement(len(delta.taken().key), proposals, accepted, different, compared)
+    return Agreement(len(delta.taken().slot), proposals, accepted, different, compared)
 
 
 def _propose(

@@ -411,16 +411,23 @@ class Engine:
 
     def taken(self) -> TakenTasks:
         """The tasks of ``last_trial``. A proposal that was stopped at its bound has none: reject it first."""
-        played, C = self.last_trial(), self.state
-        trial = self.trial if self._proposed_ns is None else self.other
+        self.last_trial()  # with all its tasks
+        trial, C = self.trial if self._proposed_ns is None else self.other, self.state
         slots = trial.order[: trial.size[TAKEN]]
-        place = np.full(len(trial.order), -1, np.int32)
+        return TakenTasks(slots, C.duration[slots], trial.start[slots], trial.end[slots], C.moved[slots])
+
+    def waits(self, slots: Ints) -> tuple[Longs, Longs]:
+        """Pairs (``k``, a place in ``taken``), sorted: the task in slot ``slots[k]``, which was taken, waits for the one there."""
+        C, place = self.state, np.full(len(self.trial.order), -1, np.int32)
         place[slots] = np.arange(len(slots))
-        begins = np.concatenate(([0], np.cumsum(C.waits[slots], dtype=np.int64)))
-        waits = Waits(place, begins[:-1].copy(), np.zeros(begins[-1], np.int64))
-        note_waits(self._parts["graph"], self._parts["state"], played, handle(waits))
-        key, times = np.stack([C.key[slots], C.subkey[slots]], axis=1), (C.duration[slots], trial.start[slots], trial.end[slots])
-        return TakenTasks(slots, key, *times, C.moved[slots], begins, waits.waits)
+        counts = C.waits[slots]
+        waits = Waits(place, np.cumsum(counts, dtype=np.int64) - counts, np.zeros(counts.sum(), np.int64))
+        note_waits(self._parts["graph"], self._parts["state"], self.last_trial(), handle(waits))
+        return np.repeat(np.arange(len(slots)), counts), waits.waits
+
+    def keys(self, slots: Ints) -> Longs:
+        """[task, 2]: the ids of the tasks in these slots as two numbers (``task_keys``)."""
+        return np.stack([self.state.key[slots], self.state.subkey[slots]], axis=1)
 
     def held(self, slots: Ints) -> tuple[Longs, Longs]:
         """``held_resources`` of the tasks in these slots."""

@@ -34,9 +34,10 @@ def replayed(played: Played, topology: Topology) -> tuple[Longs, Longs]:
 
 def _state(played: Played, first: int) -> State:
     """The tasks as slots, from slot ``first`` on."""
-    count, counts = len(played.tile), np.diff(played.waits_ptr)
-    successors = np.repeat(np.arange(count), counts)[np.argsort(played.waits, kind="stable")] + first
-    rows = np.append(0, np.cumsum(np.bincount(played.waits, minlength=count))) + count + 1  # where each begins, after these places
+    count = len(played.tile)
+    waiting, waits = played.waits_of(np.arange(count))
+    successors = waiting[np.argsort(waits, kind="stable")] + first
+    rows = np.append(0, np.cumsum(np.bincount(waits, minlength=count))) + count + 1  # where each begins, after these places
     more = played.replayable()
     arena = np.concatenate((rows, successors, more.held))
     own = make_state(2, 0, 0, first, first + count, len(arena))  # as many operators as the blank graph has
@@ -49,7 +50,7 @@ def _state(played: Played, first: int) -> State:
     own.resource_n[slots] = np.diff(more.held_ptr)
     own.duration[slots], own.launch[slots] = more.duration, more.launch
     own.latency[slots], own.overhead[slots] = more.latency, more.overhead
-    own.key[slots], own.waits[slots], own.kind[slots] = more.rank, counts, np.where(passes, WEIGHTS_TILE, OTHER)
+    own.key[slots], own.waits[slots], own.kind[slots] = more.rank, np.bincount(waiting, minlength=count), np.where(passes, WEIGHTS_TILE, OTHER)
     own.index[slots] = np.arange(count)  # the row of its successors; ``sync_row`` of operator 0, whose all slots are, is 0
     own.alive[slots] = 1
     return own

@@ -11,17 +11,13 @@ from soap.simulator.compiled.state import State
 
 
 class TakenTasks(NamedTuple):
-    """The tasks of a simulation in the order in which they were taken. ``slot``: in ``State``. ``key``: [task, 2], its id as two numbers
-    (``task_keys``). Each waits for those at the places ``waits[waits_ptr[k]:waits_ptr[k + 1]]``."""
+    """The tasks of a simulation in the order in which they were taken. ``slot``: in ``State``."""
 
     slot: Ints
-    key: Longs
     duration_ns: Longs
     start_ns: Longs
     end_ns: Longs
     bytes: Longs
-    waits_ptr: Longs
-    waits: Longs
 
 
 def held_resources(C: State, slots: Ints, static: Ints) -> tuple[Longs, Longs]:

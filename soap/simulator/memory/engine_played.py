@@ -43,7 +43,7 @@ def engine_played(engine: Engine, plan: Plan, arrays: PlanArrays) -> Played:
     passes, added = (kinds > 0) & (kinds <= BACKWARD_TILE), kinds >= ROW
     tiles = np.array(plan.first_tile, np.int64)[operators] + C.index[taken.slot]
     others = np.flatnonzero(~passes & ~added)
-    ids, kind = _Ids(taken.key, others), np.empty(len(kinds), np.int64)
+    ids, kind = _Ids(engine.keys(taken.slot[others]), others), np.empty(len(kinds), np.int64)
     kind[others] = np.where(ids.phase < SYNC, KINDS[TaskKind.REDUCE], KINDS[TaskKind.SYNC])
     carriers, sums = _carrier_ids(plan, arrays), _sum_ids(plan, arrays)
     brought, returned = ids.places(carriers[0]), ids.places(carriers[1])
@@ -66,7 +66,7 @@ def engine_played(engine: Engine, plan: Plan, arrays: PlanArrays) -> Played:
 
     def replayable() -> Replayable:
         waiting, rank = ~passes & (kinds != UPDATE_DEVICE), np.empty(len(kinds), np.int64)
-        rank[np.lexsort(taken.key.T[::-1])] = np.arange(len(kinds))
+        rank[np.lexsort(engine.keys(taken.slot).T[::-1])] = np.arange(len(kinds))
         own = ((chosen, column[taken.slot]) for chosen, column in ((passes, C.launch), (waiting, C.latency), (waiting, C.overhead)))
         return Replayable(taken.duration_ns, *(np.where(*each, 0) for each in own), rank, *engine.held(taken.slot))
 
@@ -75,8 +75,7 @@ def engine_played(engine: Engine, plan: Plan, arrays: PlanArrays) -> Played:
         tile=np.where(passes, tiles, NONE),
         start=taken.start_ns,
         end=taken.end_ns,
-        waits_ptr=taken.waits_ptr,
-        waits=taken.waits,
+        waits_of=lambda tasks: engine.waits(taken.slot[tasks]),
         replayable=replayable,
         brought=brought,
         returned=returned,
@@ -92,8 +91,8 @@ class _Ids:
     """The ids of tasks, each as two numbers (``task_keys``). ``phase``: the first part of each."""
 
     def __init__(self, keys: Longs, tasks: Longs) -> None:
-        """``keys``: see ``TakenTasks.key``. ``tasks``: those whose ids count."""
-        key, subkey = keys[tasks].T
+        """``keys``: of these tasks, see ``Engine.keys``."""
+        key, subkey = keys.T
         phase_of: Any = task_keys.phase_of
         self.phase: Longs = phase_of.py_func(key)
         order = np.lexsort((subkey, key))

@@ -66,6 +66,6 @@ def compiled_tasks(engine: Engine) -> dict[tuple[int, int], Played]:
     """What the engine makes of the strategy that it holds."""
     own = engine.taken()
     begins, resources = engine.held(own.slot)
-    keys, held = map(tuple, own.key.tolist()), [frozenset(part.tolist()) for part in np.split(resources, begins[1:-1])]
+    keys, held = map(tuple, engine.keys(own.slot).tolist()), [frozenset(part.tolist()) for part in np.split(resources, begins[1:-1])]
     played = zip(own.duration_ns.tolist(), own.start_ns.tolist(), held, own.end_ns.tolist(), own.bytes.tolist(), strict=True)
     return dict(zip(keys, played, strict=True))

@@ -42,7 +42,8 @@ def in_order(played: Played) -> dict[str, object]:
     more = played.replayable()
     order, rank = np.argsort(more.rank), np.append(more.rank, NONE)
     assert np.array_equal(np.sort(more.rank), np.arange(len(order)))
-    waits = [frozenset(rank[played.waits[a:b]].tolist()) for a, b in zip(played.waits_ptr, played.waits_ptr[1:], strict=False)]
+    waiting, others = played.waits_of(np.arange(len(order)))
+    waits = [frozenset(own.tolist()) for own in np.split(rank[others], np.searchsorted(waiting, np.arange(1, len(order))))]
     held = [frozenset(more.held[a:b].tolist()) for a, b in zip(more.held_ptr, more.held_ptr[1:], strict=False)]
     found: dict[str, object] = {name: getattr(played, name)[order].tolist() for name in BY_TASK}
     found |= {name: getattr(more, name)[order].tolist() for name in TIMES}
