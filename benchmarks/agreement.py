@@ -53,8 +53,10 @@ def _played_alike(*engines: Engine) -> bool:
     """Whether two engines have played the same tasks at the same times, wherever they have them."""
     found = []
     for engine in engines:
-        slots, *rest = engine.taken()
-        found.append((*rest, engine.keys(slots), *engine.waits(slots), *engine.held(slots)))
+        slots, state = engine.taken(), engine.state
+        waiting, waits = engine.waits(slots)
+        own = engine.keys(slots), *engine.times(slots), state.duration[slots], state.moved[slots]
+        found.append((*own, waiting, engine.keys(waits), *engine.held(slots)))
     return all(np.array_equal(x, y) for x, y in zip(*found, strict=True))
 
 
@@ -72,13 +74,13 @@ def compare(graph: OperatorGraph, topology: Topology, proposals: int, seed: int 
         full.load(proposed)
         full_ns = full.play()
         different += cost_ns != full_ns or not _played_alike(delta, full)
-        compared += len(full.taken().slot)
+        compared += len(full.taken())
         if cost_ns <= current_ns or draw.random() < exp(beta * (current_ns - cost_ns) / start_ns):
             delta.accept()
             strategy, current_ns, accepted = proposed, cost_ns, accepted + 1
         else:
             delta.reject()
-    return Agreement(len(delta.taken().slot), proposals, accepted, different, compared)
+    return Agreement(len(delta.taken()), proposals, accepted, different, compared)
 
 
 def _propose(

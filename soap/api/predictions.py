@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from soap import collector
 from soap.api.deciding import known_spreads_of, range_record, timed
 from soap.api.models import Cluster, Model, graph_of, topology_of
 from soap.api.strategies import simulated_name
@@ -277,9 +278,10 @@ def large_prediction(simulator: Simulator, strategy: Strategy) -> LargePredictio
         return None
     from soap.simulator.folded_bound import folded_engine  # numba
 
-    engine = folded_engine(folding, simulator.costs)
-    engine.load(folding.copies.strategy)
-    makespan_ns, limits = engine.play(), simulator.topology.memory_limits
-    expected = simulator.expected_folded(folding, engine)
+    with collector.seldom():
+        engine = folded_engine(folding, simulator.costs)
+        engine.load(folding.copies.strategy)
+        makespan_ns, limits = engine.play(), simulator.topology.memory_limits
+        expected = simulator.expected_folded(folding, engine)
     fullest = max(range(len(limits)), key=lambda device: expected[device] / limits[device])
     return LargePrediction(makespan_ns, expected[fullest], limits[fullest], folding.count, tile_count(folding.copies.strategy))

@@ -29,7 +29,7 @@ from soap.simulator.compiled.handles import handle
 from soap.simulator.compiled.history import complete, make_history, retrace
 from soap.simulator.compiled.lists import missing_entry
 from soap.simulator.compiled.pass_order import pass_tables, repeated
-from soap.simulator.compiled.played import TakenTasks, held_resources
+from soap.simulator.compiled.played import held_resources
 from soap.simulator.compiled.rebuild import Held, lower_all
 from soap.simulator.compiled.scratch import FULL, make_scratch
 from soap.simulator.compiled.shards import Geometries
@@ -409,21 +409,28 @@ class Engine:
         configs = zip(self.graph.operators, self._configs, strict=True)
         return replace(self._loaded, operators={op.name: config for op, config in configs}, parameters=self._syncs)
 
-    def taken(self) -> TakenTasks:
-        """The tasks of ``last_trial``. A proposal that was stopped at its bound has none: reject it first."""
-        self.last_trial()  # with all its tasks
-        trial, C = self.trial if self._proposed_ns is None else self.other, self.state
-        slots = trial.order[: trial.size[TAKEN]]
-        return TakenTasks(slots, C.duration[slots], trial.start[slots], trial.end[slots], C.moved[slots])
+    def taken(self) -> Ints:
+        """The slots of the tasks of ``last_trial``, in the order in which they were taken. A proposal that was stopped at its bound has
+        none: reject it first."""
+        self.last_trial()  # makes all of them
+        return self._last.order[: self._last.size[TAKEN]]
 
-    def waits(self, slots: Ints) -> tuple[Longs, Longs]:
-        """Pairs (``k``, a place in ``taken``), sorted: the task in slot ``slots[k]``, which was taken, waits for the one there."""
-        C, place = self.state, np.full(len(self.trial.order), -1, np.int32)
+    def times(self, slots: Ints) -> tuple[Longs, Longs]:
+        """When the tasks in these slots, which were taken, start and end, in ns."""
+        return self._last.start[slots], self._last.end[slots]
+
+    @property
+    def _last(self) -> Trial:
+        return self.trial if self._proposed_ns is None else self.other
+
+    def waits(self, slots: Ints) -> tuple[Longs, Ints]:
+        """Pairs (``k``, slot), sorted by ``k``: the task in slot ``slots[k]``, which was taken, waits for the one in that slot."""
+        place = np.full(len(self.trial.order), -1, np.int32)
         place[slots] = np.arange(len(slots))
-        counts = C.waits[slots]
+        counts = self.state.waits[slots]
         waits = Waits(place, np.cumsum(counts, dtype=np.int64) - counts, np.zeros(counts.sum(), np.int64))
         note_waits(self._parts["graph"], self._parts["state"], self.last_trial(), handle(waits))
-        return np.repeat(np.arange(len(slots)), counts), waits.waits
+        return np.repeat(np.arange(len(slots)), counts), self._last.order[waits.waits]
 
     def keys(self, slots: Ints) -> Longs:
         """[task, 2]: the ids of the tasks in these slots as two numbers (``task_keys``)."""
@@ -438,8 +445,8 @@ class Engine:
         lower_all(self.world, handle(Held(*held)))
 
     def _renew_state(self) -> None:
-        """Drop the old blocks of accepted changes; grow to ``ROOM`` times what is needed, if there are none further. Then lower and simulate
-        again."""
+        """Drop the old blocks of accepted changes; if there are none, grow. Then lower and simulate again, with ``ROOM`` times what that
+        needed before."""
         C, count = self.state, len(self.graph.operators)
         tiles = zip(C.dev_ptr[:count].tolist(), C.tiles[:count].tolist(), strict=True)
         devices = np.concatenate([C.dev[first : first + own] for first, own in tiles])

@@ -50,7 +50,8 @@ def _state(played: Played, first: int) -> State:
     own.resource_n[slots] = np.diff(more.held_ptr)
     own.duration[slots], own.launch[slots] = more.duration, more.launch
     own.latency[slots], own.overhead[slots] = more.latency, more.overhead
-    own.key[slots], own.waits[slots], own.kind[slots] = more.rank, np.bincount(waiting, minlength=count), np.where(passes, WEIGHTS_TILE, OTHER)
+    own.waits[slots] = np.bincount(waiting, minlength=count)
+    own.key[slots], own.kind[slots] = more.rank, np.where(passes, WEIGHTS_TILE, OTHER)
     own.index[slots] = np.arange(count)  # the row of its successors; ``sync_row`` of operator 0, whose all slots are, is 0
     own.alive[slots] = 1
     return own

@@ -1,23 +1,11 @@
-"""The tasks that a compiled simulation has played, for Python."""
+"""The resources of tasks that a compiled simulation has played, for Python."""
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import numpy as np
 
 from soap.simulator.compiled.graph_arrays import Ints, Longs
 from soap.simulator.compiled.state import State
-
-
-class TakenTasks(NamedTuple):
-    """The tasks of a simulation in the order in which they were taken. ``slot``: in ``State``."""
-
-    slot: Ints
-    duration_ns: Longs
-    start_ns: Longs
-    end_ns: Longs
-    bytes: Longs
 
 
 def held_resources(C: State, slots: Ints, static: Ints) -> tuple[Longs, Longs]:

@@ -38,12 +38,12 @@ BY_TILE = {
 def engine_played(engine: Engine, plan: Plan, arrays: PlanArrays) -> Played:
     """The tasks of the proposal, or if there is none of the strategy that is held and was simulated. ``plan``: of that strategy, with its
     ``arrays``; of a folded engine, that of the folding."""
-    C, taken = engine.state, engine.taken()
-    kinds, operators = C.kind[taken.slot], C.owner[taken.slot]
+    C, slots = engine.state, np.sort(engine.taken())
+    kinds, operators, (start, end) = C.kind[slots], C.owner[slots], engine.times(slots)
     passes, added = (kinds > 0) & (kinds <= BACKWARD_TILE), kinds >= ROW
-    tiles = np.array(plan.first_tile, np.int64)[operators] + C.index[taken.slot]
+    tiles = np.array(plan.first_tile, np.int64)[operators] + C.index[slots]
     others = np.flatnonzero(~passes & ~added)
-    ids, kind = _Ids(engine.keys(taken.slot[others]), others), np.empty(len(kinds), np.int64)
+    ids, kind = _Ids(engine.keys(slots[others]), others), np.empty(len(kinds), np.int64)
     kind[others] = np.where(ids.phase < SYNC, KINDS[TaskKind.REDUCE], KINDS[TaskKind.SYNC])
     carriers, sums = _carrier_ids(plan, arrays), _sum_ids(plan, arrays)
     brought, returned = ids.places(carriers[0]), ids.places(carriers[1])
@@ -66,16 +66,22 @@ def engine_played(engine: Engine, plan: Plan, arrays: PlanArrays) -> Played:
 
     def replayable() -> Replayable:
         waiting, rank = ~passes & (kinds != UPDATE_DEVICE), np.empty(len(kinds), np.int64)
-        rank[np.lexsort(engine.keys(taken.slot).T[::-1])] = np.arange(len(kinds))
-        own = ((chosen, column[taken.slot]) for chosen, column in ((passes, C.launch), (waiting, C.latency), (waiting, C.overhead)))
-        return Replayable(taken.duration_ns, *(np.where(*each, 0) for each in own), rank, *engine.held(taken.slot))
+        rank[np.lexsort(engine.keys(slots).T[::-1])] = np.arange(len(kinds))
+        own = ((chosen, column[slots]) for chosen, column in ((passes, C.launch), (waiting, C.latency), (waiting, C.overhead)))
+        return Replayable(C.duration[slots], *(np.where(*each, 0) for each in own), rank, *engine.held(slots))
+
+    def waits_of(tasks: Longs) -> tuple[Longs, Longs]:
+        place, other = engine.waits(slots[tasks])
+        task_of = np.zeros(slots.max(initial=0) + 1, np.int64)
+        task_of[slots] = np.arange(len(slots))
+        return place, task_of[other]
 
     return Played(
         kind=kind,
         tile=np.where(passes, tiles, NONE),
-        start=taken.start_ns,
-        end=taken.end_ns,
-        waits_of=lambda tasks: engine.waits(taken.slot[tasks]),
+        start=start,
+        end=end,
+        waits_of=waits_of,
         replayable=replayable,
         brought=brought,
         returned=returned,

@@ -32,8 +32,8 @@ class Replayable(NamedTuple):
 
 
 class Played(NamedTuple):
-    """By task: ``kind`` (``KINDS``), ``tile`` of a pass or NONE, ``start`` and ``end`` in ns. ``waits_of``: of some tasks, pairs (place among
-    them, a task that it waits for), by place. ``replayable``: makes the rest, which few ask for.
+    """By task: ``kind`` (``KINDS``), ``tile`` of a pass or NONE, ``start`` and ``end`` in ns. ``waits_of``: of some tasks, pairs (place
+    among them, a task that it waits for), by place. ``replayable``: makes the rest, which few ask for.
 
     The tasks, or NONE: by tile ``forward``, ``backward``, ``weights``, ``again`` (second run), and by name all ``rows`` of marks; by
     carrier of ``PlanArrays`` ``brought`` and ``returned``; by reduction ``summed`` and ``summed_back``. ``named``: by name of a
