@@ -270,18 +270,17 @@ class LargePrediction:
     tiles: int
 
 
+@collector.seldom()
 def large_prediction(simulator: Simulator, strategy: Strategy) -> LargePrediction | None:
-    """The time and the memory of a plan by compiled code; None if it has few tiles, or is not made of equal
-    copies."""
+    """The time and the memory of a plan by compiled code; None if it has few tiles, or is not made of equal copies."""
     folding = "" if tile_count(strategy) <= MOST_PLANNED_TILES else simulator.folding(strategy, nearly=True)
     if isinstance(folding, str) or tile_count(folding.copies.strategy) <= MOST_PLANNED_TILES:
         return None
     from soap.simulator.folded_bound import folded_engine  # numba
 
-    with collector.seldom():
-        engine = folded_engine(folding, simulator.costs)
-        engine.load(folding.copies.strategy)
-        makespan_ns, limits = engine.play(), simulator.topology.memory_limits
-        expected = simulator.expected_folded(folding, engine)
+    engine = folded_engine(folding, simulator.costs)
+    engine.load(folding.copies.strategy)
+    makespan_ns, limits = engine.play(), simulator.topology.memory_limits
+    expected = simulator.expected_folded(folding, engine)
     fullest = max(range(len(limits)), key=lambda device: expected[device] / limits[device])
     return LargePrediction(makespan_ns, expected[fullest], limits[fullest], folding.count, tile_count(folding.copies.strategy))

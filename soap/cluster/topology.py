@@ -279,10 +279,11 @@ class Topology:
         names = [device.name for device in self.devices]
         return self._router.paths([names[source] for source in sources], [names[target] for target in targets])
 
-    @property
+    @cached_property
     def is_tree(self) -> bool:
         """Whether there is only one path from each node to each other node."""
-        return self._router.is_tree
+        joined = {frozenset((link.source, link.target)) for link in self.links}
+        return len(joined) < len(frozenset[str]().union(*joined)) and self._router.is_tree
 
     def route_latency_seconds(self, source: int, target: int) -> float:
         """The latencies of a route's links, added up in their order; 0 on the same device."""

@@ -451,14 +451,12 @@ class _Folding:
 
     def _signatures(self, sums: Iterable[Sequence[AllReduceOption]]) -> Ints:
         """Link -> a number, equal for links that the same options of common sums hold; 0 if none holds the link."""
-        holders: dict[int, list[int]] = {}
-        for number, option in enumerate(chain.from_iterable(sums)):
-            for link in option.links:
-                holders.setdefault(link, []).append(number)
-        numbers: dict[tuple[int, ...], int] = {}
-        signatures = np.zeros(len(self.topology.links), np.int64)
-        for link, own in holders.items():
-            signatures[link] = numbers.setdefault(tuple(own), 1 + len(numbers))
+        signatures, known = np.zeros(len(self.topology.links), np.int64), 0
+        for option in chain.from_iterable(sums):
+            links = list(option.links)
+            before, own = np.unique(signatures[links], return_inverse=True)
+            signatures[links] = known + 1 + own
+            known += len(before)
         return signatures
 
     def _stand_ins(self, local: Ints, signatures: Ints, near: set[int]) -> tuple[set[int], Ints]:
