@@ -95,7 +95,7 @@ class AlikeHosts:
         table = np.array(padded, np.int64).reshape(len(known), longest, 2).transpose(1, 2, 0)
         rows = np.zeros(3 * self._each**2, np.int64)
         rows[asked] = np.arange(len(asked))
-        row, bases = rows[ways], (self._first[a], self._first[b], 0)
+        row, bases = rows[ways], [self._first[a], self._first[b], np.zeros_like(a)]
         links: Ints = np.empty((len(one), longest), np.int64)
         for column, (whose, place) in zip(links.T, table, strict=True):
             column[:] = np.choose(whose[row], bases) + place[row]

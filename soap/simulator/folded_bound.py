@@ -1,4 +1,4 @@
-"""Engines of the two copies of a folded strategy, and what these tell of all copies: the memory that they need at most, without a plan."""
+"""Engines of the two copies of a folded strategy, and how many messages these mean for all copies."""
 
 from __future__ import annotations
 

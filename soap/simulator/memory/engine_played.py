@@ -67,8 +67,9 @@ def engine_played(engine: Engine, plan: Plan, arrays: PlanArrays) -> Played:
     def replayable() -> Replayable:
         waiting, rank = ~passes & (kinds != UPDATE_DEVICE), np.empty(len(kinds), np.int64)
         rank[np.lexsort(engine.keys(slots).T[::-1])] = np.arange(len(kinds))
-        own = ((chosen, column[slots]) for chosen, column in ((passes, C.launch), (waiting, C.latency), (waiting, C.overhead)))
-        return Replayable(C.duration[slots], *(np.where(*each, 0) for each in own), rank, *engine.held(slots))
+        launch = np.where(passes, C.launch[slots], 0)
+        latency, overhead = (np.where(waiting, column[slots], 0) for column in (C.latency, C.overhead))
+        return Replayable(C.duration[slots], launch, latency, overhead, rank, *engine.held(slots))
 
     def waits_of(tasks: Longs) -> tuple[Longs, Longs]:
         place, other = engine.waits(slots[tasks])
