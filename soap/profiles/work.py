@@ -152,8 +152,11 @@ def _kernel(graph: OperatorGraph, tile: Tile, flops: float, traffic_bytes: int, 
 
 
 def _is_unaligned(tile: Tile, dtype: str) -> bool:
+    """Whether a matrix of the tile has such rows. An input with one number a row is none: a norm's factor that the product's input is
+    multiplied by on the way."""
     itemsize = LOWER_BYTES.get(dtype)
-    rows = (box[-1] for box in (*tile.inputs, *tile.parameters, *tile.outputs) if len(box) > 1)
+    rows = [box[-1] for box in tile.inputs if len(box) > 1 and box[-1][1] - box[-1][0] > 1]
+    rows += [box[-1] for box in (*tile.parameters, *tile.outputs) if len(box) > 1]
     return itemsize is not None and any((stop - start) * itemsize % ALIGNED_BYTES for start, stop in rows)
 
 

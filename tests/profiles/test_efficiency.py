@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from benchmarks.gpu.efficiency import all_figures
 from soap import api
@@ -13,9 +15,10 @@ from soap.cluster.topology import DeviceType
 from soap.plan.tiling import tiles_of
 from soap.profiles.efficiency import PEAK_SHARE, Shares, figures, memory_share, shares, update_seconds
 from soap.profiles.roofline import RooflineCosts, work_seconds
-from soap.profiles.work import Kernel, forward_work
+from soap.profiles.work import Kernel, backward_work, forward_work
 from soap.simulator.costs import nanoseconds
 from soap.strategy.classical import single_device
+from soap.tracing.importer import import_program
 from tests.graph_builder import GraphBuilder
 from tests.strategies import CPU, cluster
 
@@ -82,6 +85,27 @@ def test_rows_of_lower_types_begin_at_multiples_of_16_bytes(width: int, unaligne
     assert forward_work(wide, tile)[0].unaligned is unaligned
     plain = replace(graph, operators=tuple(replace(op, arithmetic="float32") for op in graph.operators))
     assert not forward_work(plain, tile)[0].unaligned
+
+
+class Scored(nn.Module):
+    """A norm before an output layer, as Llama has them: the layer's operator reads the mean, one number a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(64, 512, bias=False, dtype=torch.bfloat16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        return self.head((wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(x.dtype)).float().square().mean()
+
+
+def test_a_norm_s_factor_is_no_matrix_of_the_product() -> None:
+    graph = import_program(torch.export.export(Scored(), (torch.zeros(8, 16, 64, dtype=torch.bfloat16),)), name="scored").graph
+    (position,) = (i for i, op in enumerate(graph.operators) if op.parameters)
+    op = graph.operators[position]
+    assert [graph.tensors[operand.tensor].shape[-1] for operand in op.inputs] == [64, 1] and op.arithmetic == "bfloat16"
+    (tile,) = tiles_of(graph, position, single_device(graph, cluster([1])).operators[op.name])
+    assert not any(kernel.unaligned for kernel in (*forward_work(graph, tile), *backward_work(graph, tile)))
 
 
 def test_updates_on_gpus_are_few_kernels() -> None:
