@@ -283,7 +283,7 @@ class Topology:
     def is_tree(self) -> bool:
         """Whether there is only one path from each node to each other node."""
         joined = {frozenset((link.source, link.target)) for link in self.links}
-        return len(joined) < len(frozenset[str]().union(*joined)) and self._router.is_tree
+        return len(joined) <= len(frozenset[str]().union(*joined)) and self._router.is_tree
 
     def route_latency_seconds(self, source: int, target: int) -> float:
         """The latencies of a route's links, added up in their order; 0 on the same device."""
