@@ -29,7 +29,6 @@ from soap.cli.options import positive
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
 from soap.search.metropolis import DEFAULT_BETA
-from soap.simulator.compiled.played import TakenTasks
 from soap.simulator.engine import Engine
 from soap.simulator.shared import Shared
 from soap.strategy.classical import random_config
@@ -51,9 +50,15 @@ class Agreement(NamedTuple):
     compared: int
 
 
-def _played_alike(a: TakenTasks, b: TakenTasks) -> bool:
-    """Whether two simulations took the same tasks at the same times, wherever they have them."""
-    return all(np.array_equal(x, y) for x, y in zip(a._replace(slot=b.slot), b, strict=True))
+def _played_alike(*engines: Engine) -> bool:
+    """Whether two engines have played the same tasks at the same times, wherever they have them."""
+    found = []
+    for engine in engines:
+        slots, state = engine.taken(), engine.state
+        waiting, waits = engine.waits(slots)
+        own = engine.keys(slots), *engine.times(slots), state.duration[slots], state.moved[slots]
+        found.append((*own, waiting, engine.keys(waits), *engine.held(slots)))
+    return all(np.array_equal(x, y) for x, y in zip(*found, strict=True))
 
 
 def compare(graph: OperatorGraph, topology: Topology, proposals: int, seed: int = 0, beta: float = DEFAULT_BETA) -> Agreement:
@@ -69,14 +74,14 @@ def compare(graph: OperatorGraph, topology: Topology, proposals: int, seed: int 
         proposed, cost_ns = _propose(delta, graph, topology, strategy, draw)
         full.load(proposed)
         full_ns = full.play()
-        different += cost_ns != full_ns or not _played_alike(delta.taken(), full.taken())
-        compared += len(full.taken().key)
+        different += cost_ns != full_ns or not _played_alike(delta, full)
+        compared += len(full.taken())
         if cost_ns <= current_ns or draw.random() < exp(beta * (current_ns - cost_ns) / start_ns):
             delta.accept()
             strategy, current_ns, accepted = proposed, cost_ns, accepted + 1
         else:
             delta.reject()
-    return Agreement(len(delta.taken().key), proposals, accepted, different, compared)
+    return Agreement(len(delta.taken()), proposals, accepted, different, compared)
 
 
 def _propose(

@@ -125,7 +125,7 @@ def _named(graph: Any, topology: Any, name: str) -> str:
     strategy = named(name, graph, topology)
     large = large_prediction(simulator, strategy)
     if large is not None:
-        return f"{large.makespan_ns / 1e9:,.2f} s, at most {format_bytes(large.peak_bytes)}"
+        return f"{large.makespan_ns / 1e9:,.2f} s, {format_bytes(large.peak_bytes)}"
     found = simulator.predict(strategy)
     return f"{found.makespan_ns / 1e9:,.2f} s, {format_bytes(max(found.peak_bytes))}"
 

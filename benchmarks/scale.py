@@ -112,7 +112,7 @@ def measure(case: Case, path: Path) -> Figures:
         engine.play()
         lower_seconds = _seconds(lambda: engine.load(strategy))[1]
         makespan_ns, play_seconds = _seconds(engine.play)
-        peak, tasks = _peak_bytes(), len(engine.taken().slot)
+        peak, tasks = _peak_bytes(), len(engine.taken())
         return Figures(tasks, tasks, 0.0, first, lower_seconds, play_seconds, peak, makespan_ns)
     folding, fold_seconds = _seconds(lambda: fold(graph, topology, strategy))
     if isinstance(folding, str):

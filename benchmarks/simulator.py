@@ -170,7 +170,7 @@ def measure(graph: OperatorGraph, topology: Topology, method: str, space: str, p
         tasks_each.append(found.played_tasks / proposals)
         accepted = found.accepted
     lower, play = _full_seconds(engine, start)
-    return Rates(len(engine.taken().slot), lower, play, rates[0], rates[1], tasks_each[0], tasks_each[1], accepted)
+    return Rates(len(engine.taken()), lower, play, rates[0], rates[1], tasks_each[0], tasks_each[1], accepted)
 
 
 def _start(graph: OperatorGraph, topology: Topology, method: str) -> Strategy:

@@ -13,6 +13,7 @@ from soap.cluster.build import build_cluster
 from soap.cluster.presets import device_types
 from soap.cluster.routes import Router
 from soap.cluster.topology import Topology
+from soap.simulator.communication.allreduce import allreduce_options, parted_options
 from tests.extent import USUAL
 
 
@@ -56,6 +57,27 @@ def check(topology: Topology) -> bool:
 @given(clusters())
 def test_routes_are_those_of_the_whole_network(topology: Topology) -> None:
     event(f"all routes are the same for all hosts: {check(topology)}")
+
+
+@USUAL
+@given(clusters(), st.data())
+def test_sums_over_devices_that_lie_alike_hold_corresponding_links(topology: Topology, data: st.DataObject) -> None:
+    """What is found for devices of some hosts is, on others, what these have by themselves."""
+    alike = topology.alike_hosts
+    if alike is None:
+        return
+    hosts, each = len(topology.hosts), topology.device_count // len(topology.hosts)
+    count = data.draw(st.integers(1, 4))
+    places = [(k, place) for k in range(count) for place in sorted(data.draw(st.sets(st.integers(0, each - 1), min_size=1)))]
+    one, other = (sorted(data.draw(st.sets(st.integers(0, hosts - 1), min_size=count, max_size=count))) for _ in range(2))
+    first, second = (tuple(each * own[k] + place for k, place in places) for own in (one, other))
+    found, moved = alike.form(first), alike.form(second)
+    if len(places) == 1 or found is None or moved is None:
+        return
+    assert found[0] == moved[0]
+    for of in (allreduce_options, parted_options):
+        for own, theirs in zip(of(topology, second), of(topology, first), strict=True):
+            assert own == replace(theirs, links=alike.moved(theirs.links, found[1], moved[1]))
 
 
 def test_all_routes_of_a_preset_are_the_same_for_all_hosts() -> None:

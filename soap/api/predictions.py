@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from soap import collector
 from soap.api.deciding import known_spreads_of, range_record, timed
 from soap.api.models import Cluster, Model, graph_of, topology_of
 from soap.api.strategies import simulated_name
@@ -276,6 +277,7 @@ class LargePrediction:
         return self.peak_bytes <= self.available_bytes and not self.lacking_bytes
 
 
+@collector.seldom()
 def large_prediction(simulator: Simulator, strategy: Strategy, *, whole: bool = True) -> LargePrediction | None:
     """The time and the memory of a plan by compiled code; None if it has few tiles. ``whole``: also of a plan that is not made of equal
     copies."""
@@ -289,10 +291,7 @@ def large_prediction(simulator: Simulator, strategy: Strategy, *, whole: bool = 
     from soap.simulator.engine import Engine  # numba
     from soap.simulator.folded_bound import folded_engine
 
-    if folding is None:
-        engine = Engine(simulator.shared)
-    else:
-        engine = folded_engine(folding, simulator.costs)
+    engine = Engine(simulator.shared) if folding is None else folded_engine(folding, simulator.costs)
     engine.load(played)
     makespan_ns, limits = engine.play(), simulator.topology.memory_limits
     peaks, lacking_bytes = simulator.played_in(strategy, engine, folding)

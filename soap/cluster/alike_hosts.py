@@ -90,15 +90,33 @@ class AlikeHosts:
         known = [template for template in found if template is not None]
         if len(known) < len(found):
             return None
-        table = np.full((len(known), max(map(len, known), default=0), 2), -1, np.int64)
-        for row, template in zip(table, known, strict=True):
-            row[: len(template)] = np.array(template, np.int64).reshape(-1, 2)
+        longest = max(map(len, known), default=0)
+        padded = [(*template, *[(BETWEEN, -1)] * (longest - len(template))) for template in known]
+        table = np.array(padded, np.int64).reshape(len(known), longest, 2).transpose(1, 2, 0)
         rows = np.zeros(3 * self._each**2, np.int64)
         rows[asked] = np.arange(len(asked))
-        whose, place = np.moveaxis(table[rows[ways]], 2, 0)
-        base = np.stack([self._first[a], self._first[b], np.zeros_like(a), np.zeros_like(a)], axis=1)  # the last one is of padding
-        links: Ints = place + np.take_along_axis(base, whose, axis=1)
+        row, bases = rows[ways], [self._first[a], self._first[b], np.zeros_like(a)]
+        links: Ints = np.empty((len(one), longest), np.int64)
+        for column, (whose, place) in zip(links.T, table, strict=True):
+            column[:] = np.choose(whose[row], bases) + place[row]
         return links
+
+    def form(self, devices: Sequence[int]) -> tuple[object, Ints] | None:
+        """(equal for devices that lie alike, the numbers of the first links of their hosts), of ascending devices. None if some routes
+        between such places are not the same for all hosts."""
+        hosts, pattern = np.unique(self.hosts[list(devices)], return_inverse=True)
+        places = self.places[list(devices)].tolist()
+        ways = [(a, b, way) for a in {*places} for b in {*places} for way in (-1, 0, 1) if way or a != b]
+        if any(self._template(*way) is None for way in ways):
+            return None
+        return (tuple(places), tuple(pattern.tolist())), self._first[hosts]
+
+    def moved(self, links: Sequence[int], theirs: Ints, ours: Ints) -> tuple[int, ...]:
+        """Links of hosts with these first links as those of other hosts, and links between hosts as they are."""
+        numbers = np.array(links, np.int64)
+        at = np.searchsorted(theirs, numbers, side="right") - 1
+        inside = (at >= 0) & (numbers < theirs[at] + self._size)
+        return tuple((numbers + np.where(inside, (ours - theirs)[at], 0)).tolist())
 
     def _template(self, source: int, target: int, way: int) -> Template | None:
         key = source, target, way
@@ -154,5 +172,5 @@ def _blocks(devices: Sequence[Device], links: Sequence[Link]) -> tuple[list[Bloc
         for end in (link.source, link.target):
             ends.append(own.setdefault(end, len(own)) if owner.get(end) == host else end)
         first.setdefault(host, link.index)
-        told[host].append((*ends, link.bandwidth_bytes_per_second, link.latency_seconds))
+        told[host].append((*ends, link.bandwidth_bytes_per_second, link.latency_seconds, link.interconnect))
     return [(first.get(host, -1), tuple(own)) for host, own in told.items()], between, switches

@@ -267,22 +267,23 @@ class Topology:
 
     def route(self, source: int, target: int) -> tuple[int, ...]:
         """Link numbers from device ``source`` to device ``target``, in order; () if they are the same."""
-        path = self._alike_hosts.route(source, target) if self._alike_hosts else None
+        path = self.alike_hosts.route(source, target) if self.alike_hosts else None
         path = path or self._router.path(self.devices[source].name, self.devices[target].name)
         assert path is not None  # every device reaches every other
         return path
 
     def routes(self, sources: Sequence[int] | NDArray[np.int64], targets: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
         """Routes of many pairs at once: [pair, place], padded with -1."""
-        if self._alike_hosts and (found := self._alike_hosts.routes(sources, targets)) is not None:
+        if self.alike_hosts and (found := self.alike_hosts.routes(sources, targets)) is not None:
             return found
         names = [device.name for device in self.devices]
         return self._router.paths([names[source] for source in sources], [names[target] for target in targets])
 
-    @property
+    @cached_property
     def is_tree(self) -> bool:
         """Whether there is only one path from each node to each other node."""
-        return self._router.is_tree
+        joined = {frozenset((link.source, link.target)) for link in self.links}
+        return len(joined) <= len(frozenset[str]().union(*joined)) and self._router.is_tree
 
     def route_latency_seconds(self, source: int, target: int) -> float:
         """The latencies of a route's links, added up in their order; 0 on the same device."""
@@ -365,7 +366,8 @@ class Topology:
         return Router(self.links)
 
     @cached_property
-    def _alike_hosts(self) -> AlikeHosts | None:
+    def alike_hosts(self) -> AlikeHosts | None:
+        """Its hosts, if these are many that are alike."""
         from soap.cluster.alike_hosts import AlikeHosts  # numpy
 
         return None if self.is_tree else AlikeHosts.find(self.devices, self.links)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from functools import cache, cached_property
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 from soap.errors import ModelError
 from soap.model.regions import Box, Interval, balanced
@@ -215,9 +215,13 @@ _NOT_HASHED = ("arithmetic", "skipped_share", "fused_bytes", "views", "drawn", "
 
 
 @cache
-def _hashed(kind: type[Any]) -> tuple[str, ...]:
+def _hashed(kind: Any) -> tuple[str, ...]:
     """Names of a dataclass's fields that a graph's hash is made of."""
     return tuple(own.name for own in fields(kind) if kind is not Operator or own.name not in _NOT_HASHED)
+
+
+def _hashed_values(own: object) -> dict[str, Any]:
+    return {name: getattr(own, name) for name in _hashed(cast(Hashable, type(own)))}
 
 
 @dataclass(frozen=True, slots=True)
@@ -408,5 +412,5 @@ class OperatorGraph:
     def hash(self) -> str:
         """Identity of the model's structure (not of its weights): 16 hex digits of SHA-256."""
         values = [self.operators, list(self.tensors.values()), self.loss]
-        text = json.dumps(values, sort_keys=True, default=lambda own: {name: getattr(own, name) for name in _hashed(type(own))})
+        text = json.dumps(values, sort_keys=True, default=_hashed_values)
         return hashlib.sha256(text.encode()).hexdigest()[:16]

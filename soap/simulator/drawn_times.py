@@ -49,6 +49,6 @@ def drawn_times(simulator: Simulator, strategies: Iterable[Strategy], draws: Dra
         assert isinstance(engine, DrawnEngine)
         engine.load(loaded)
         engine.simulate()
-        sent = int(np.count_nonzero(engine.taken().bytes)) if isinstance(folding, str) else messages(folding, engine)
+        sent = int(np.count_nonzero(engine.state.moved[engine.taken()])) if isinstance(folding, str) else messages(folding, engine)
         found.append(DrawnTimes(engine.usual_ns, tuple(engine.times_ns().tolist()), sent))
     return found

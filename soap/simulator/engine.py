@@ -19,13 +19,13 @@ from soap.simulator.compiled.draws import NO_DRAWING, Drawing
 from soap.simulator.compiled.evaluate import confirm, evaluate, take_back
 from soap.simulator.compiled.events import NO_BOUND, STOPPED, keep_order, simulate_all
 from soap.simulator.compiled.fetches import UNCOVERED
-from soap.simulator.compiled.graph_arrays import Ints
+from soap.simulator.compiled.graph_arrays import Ints, Longs
 from soap.simulator.compiled.groups import DeviceGroups
 from soap.simulator.compiled.handles import handle
 from soap.simulator.compiled.history import complete, make_history, retrace
 from soap.simulator.compiled.lists import missing_entry
 from soap.simulator.compiled.pass_order import pass_tables, repeated
-from soap.simulator.compiled.played import TakenTasks, held_resources
+from soap.simulator.compiled.played import held_resources
 from soap.simulator.compiled.rebuild import Held, lower_all
 from soap.simulator.compiled.scratch import FULL, make_scratch
 from soap.simulator.compiled.shards import Geometries
@@ -397,19 +397,36 @@ class Engine:
         configs = zip(self.graph.operators, self._configs, strict=True)
         return replace(self._loaded, operators={op.name: config for op, config in configs}, parameters=self._syncs)
 
-    def taken(self) -> TakenTasks:
-        """The tasks of ``last_trial``. A proposal that was stopped at its bound has none: reject it first."""
-        played, C = self.last_trial(), self.state
-        trial = self.trial if self._proposed_ns is None else self.other
-        slots = trial.order[: trial.size[TAKEN]]
-        place = np.full(len(trial.order), -1, np.int32)
+    def taken(self) -> Ints:
+        """The slots of the tasks of ``last_trial``, in the order in which they were taken. A proposal that was stopped at its bound has
+        none: reject it first."""
+        self.last_trial()  # makes all of them
+        return self._last.order[: self._last.size[TAKEN]]
+
+    def times(self, slots: Ints) -> tuple[Longs, Longs]:
+        """When the tasks in these slots, which were taken, start and end, in ns."""
+        return self._last.start[slots], self._last.end[slots]
+
+    @property
+    def _last(self) -> Trial:
+        return self.trial if self._proposed_ns is None else self.other
+
+    def waits(self, slots: Ints) -> tuple[Longs, Ints]:
+        """Pairs (``k``, slot), sorted by ``k``: the task in slot ``slots[k]``, which was taken, waits for the one in that slot."""
+        place = np.full(len(self.trial.order), -1, np.int32)
         place[slots] = np.arange(len(slots))
-        begins = np.concatenate(([0], np.cumsum(C.waits[slots], dtype=np.int64)))
-        waits = Waits(place, begins[:-1].copy(), np.zeros(begins[-1], np.int64))
-        note_waits(self._parts["graph"], self._parts["state"], played, handle(waits))
-        held = held_resources(C, slots, self._tables.groups().static)
-        key, times = np.stack([C.key[slots], C.subkey[slots]], axis=1), (C.duration[slots], trial.start[slots], trial.end[slots])
-        return TakenTasks(slots, key, *times, C.moved[slots], begins, waits.waits, *held)
+        counts = self.state.waits[slots]
+        waits = Waits(place, np.cumsum(counts, dtype=np.int64) - counts, np.zeros(counts.sum(), np.int64))
+        note_waits(self._parts["graph"], self._parts["state"], self.last_trial(), handle(waits))
+        return np.repeat(np.arange(len(slots)), counts), self._last.order[waits.waits]
+
+    def keys(self, slots: Ints) -> Longs:
+        """[task, 2]: the ids of the tasks in these slots as two numbers (``task_keys``)."""
+        return np.stack([self.state.key[slots], self.state.subkey[slots]], axis=1)
+
+    def held(self, slots: Ints) -> tuple[Longs, Longs]:
+        """``held_resources`` of the tasks in these slots."""
+        return held_resources(self.state, slots, self._tables.groups().static)
 
     def _lower_all(self, *held: Ints) -> None:
         self.state.sync[: len(self._codes)], self.state.prefetch[0] = self._codes, self._loaded.prefetch
@@ -417,8 +434,8 @@ class Engine:
         self._read = self.state.dev_ptr.copy()
 
     def _renew_state(self) -> None:
-        """Drop the old blocks of accepted changes; grow to ``ROOM`` times what is needed, if there are none further. Then lower and simulate
-        again."""
+        """Drop the old blocks of accepted changes; if there are none, grow. Then lower and simulate again, with ``ROOM`` times what that
+        needed before."""
         C, count = self.state, len(self.graph.operators)
         tiles = zip(C.dev_ptr[:count].tolist(), C.tiles[:count].tolist(), strict=True)
         devices = np.concatenate([C.dev[first : first + own] for first, own in tiles])

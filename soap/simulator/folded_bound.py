@@ -1,4 +1,4 @@
-"""Engines of the two copies of a folded strategy, and what these tell of all copies: the memory that they need at most, without a plan."""
+"""Engines of the two copies of a folded strategy, and how many messages these mean for all copies."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ def messages(folding: Folding, engine: Engine) -> int:
     copy 1 stands for the same in all copies but the first."""
     small, images = folding.topology, folding.copies.images
     mine = np.append(np.searchsorted(folding.copies.devices, images[1]), small.device_count + folding.alike[folding.local[1]])
-    own = engine.taken()
-    count, elsewhere = np.diff(own.held_ptr), np.append(0, np.cumsum(~np.isin(own.held, mine)))
-    inside = (count > 0) & (np.diff(elsewhere[own.held_ptr]) == 0)
-    return int(np.count_nonzero(own.bytes) + (folding.count - 2) * np.count_nonzero(inside & (own.bytes > 0)))
+    slots = engine.taken()
+    begins, held = engine.held(slots)
+    count, elsewhere = np.diff(begins), np.append(0, np.cumsum(~np.isin(held, mine)))
+    inside = (count > 0) & (np.diff(elsewhere[begins]) == 0)
+    moves = engine.state.moved[slots] > 0
+    return int(np.count_nonzero(moves) + (folding.count - 2) * np.count_nonzero(inside & moves))

@@ -38,7 +38,7 @@ same shards, because distinct sets of devices of two copies correspond to distin
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import chain, permutations
 from typing import TypeVar
@@ -125,6 +125,8 @@ DECIDING = tuple(field.name for field in fields(Strategy) if field.name not in (
 
 Ints = NDArray[np.int64]
 T = TypeVar("T")
+Devices = tuple[int, ...]
+Options = tuple[AllReduceOption, ...]
 
 
 @dataclass(frozen=True)
@@ -276,6 +278,7 @@ class _Folding:
         self._builders = builders
         self.images, self._represented = copies.images, Represented(copies.images, copies.devices)
         self._between = links_between_hosts(self.topology)
+        self._known: dict[object, tuple[Ints, Options]] = {}
 
     def fold(self, syncs: Iterable[SyncConfig]) -> Folding:
         self._check_devices()
@@ -446,19 +449,30 @@ class _Folding:
         """Sums over the devices of all copies that correspond to these of both copies; what represents their links is not known yet.
         ``parted``: they also gather and scatter equal parts."""
         everyone = self._represented.everyone(devices)
-        of_parts = parted_options(self.topology, everyone) if parted else ()
-        return CommonSums(everyone, allreduce_options(self.topology, everyone), (), of_parts)
+        of_parts = self._options(parted_options, everyone) if parted else ()
+        return CommonSums(everyone, self._options(allreduce_options, everyone), (), of_parts)
+
+    def _options(self, of: Callable[[Topology, Devices], Options], devices: Devices) -> Options:
+        """The options, found once for devices of one type that lie alike."""
+        alike, types = self.topology.alike_hosts, {self.topology.devices[device].type for device in devices}
+        form = alike.form(devices) if alike is not None and len(types) == 1 else None
+        if alike is None or form is None:
+            return of(self.topology, devices)
+        lying, hosts = form
+        key = of, lying, *types
+        if key not in self._known:
+            self._known[key] = hosts, of(self.topology, devices)
+        theirs, found = self._known[key]
+        return tuple([replace(option, links=alike.moved(option.links, theirs, hosts)) for option in found])
 
     def _signatures(self, sums: Iterable[Sequence[AllReduceOption]]) -> Ints:
         """Link -> a number, equal for links that the same options of common sums hold; 0 if none holds the link."""
-        holders: dict[int, list[int]] = {}
-        for number, option in enumerate(chain.from_iterable(sums)):
-            for link in option.links:
-                holders.setdefault(link, []).append(number)
-        numbers: dict[tuple[int, ...], int] = {}
-        signatures = np.zeros(len(self.topology.links), np.int64)
-        for link, own in holders.items():
-            signatures[link] = numbers.setdefault(tuple(own), 1 + len(numbers))
+        signatures, known = np.zeros(len(self.topology.links), np.int64), 0
+        for option in chain.from_iterable(sums):
+            links = list(option.links)
+            before, own = np.unique(signatures[links], return_inverse=True)
+            signatures[links] = known + 1 + own
+            known += len(before)
         return signatures
 
     def _stand_ins(self, local: Ints, signatures: Ints, near: set[int]) -> tuple[set[int], Ints]:

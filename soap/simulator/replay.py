@@ -34,21 +34,24 @@ def replayed(played: Played, topology: Topology) -> tuple[Longs, Longs]:
 
 def _state(played: Played, first: int) -> State:
     """The tasks as slots, from slot ``first`` on."""
-    count, counts = len(played.tile), np.diff(played.waits_ptr)
-    successors = np.repeat(np.arange(count), counts)[np.argsort(played.waits, kind="stable")] + first
-    rows = np.append(0, np.cumsum(np.bincount(played.waits, minlength=count))) + count + 1  # where each begins, after these places
-    arena = np.concatenate((rows, successors, played.held))
+    count = len(played.tile)
+    waiting, waits = played.waits_of(np.arange(count))
+    successors = waiting[np.argsort(waits, kind="stable")] + first
+    rows = np.append(0, np.cumsum(np.bincount(waits, minlength=count))) + count + 1  # where each begins, after these places
+    more = played.replayable()
+    arena = np.concatenate((rows, successors, more.held))
     own = make_state(2, 0, 0, first, first + count, len(arena))  # as many operators as the blank graph has
     own.arena[: len(arena)] = arena
     own.used[SLOTS], own.used[PULLS], own.pull_slot[0] = first + count, count, first
     own.waits[:first] = NEVER
     slots, passes = slice(first, first + count), played.tile != NONE
-    held = np.append(played.held, NONE)[played.held_ptr[:-1]]
-    own.resource[slots] = np.where(passes, held, len(played.held) - len(arena) - 1 - played.held_ptr[:-1])
-    own.resource_n[slots] = np.diff(played.held_ptr)
-    own.duration[slots], own.launch[slots] = played.duration, played.launch
-    own.latency[slots], own.overhead[slots] = played.latency, played.overhead
-    own.key[slots], own.waits[slots], own.kind[slots] = played.rank, counts, np.where(passes, WEIGHTS_TILE, OTHER)
+    held = np.append(more.held, NONE)[more.held_ptr[:-1]]
+    own.resource[slots] = np.where(passes, held, len(more.held) - len(arena) - 1 - more.held_ptr[:-1])
+    own.resource_n[slots] = np.diff(more.held_ptr)
+    own.duration[slots], own.launch[slots] = more.duration, more.launch
+    own.latency[slots], own.overhead[slots] = more.latency, more.overhead
+    own.waits[slots] = np.bincount(waiting, minlength=count)
+    own.key[slots], own.kind[slots] = more.rank, np.where(passes, WEIGHTS_TILE, OTHER)
     own.index[slots] = np.arange(count)  # the row of its successors; ``sync_row`` of operator 0, whose all slots are, is 0
     own.alive[slots] = 1
     return own

@@ -47,11 +47,11 @@ def left(looks: tuple[int, ...], *, reads: bool = True, waits: bool = True) -> i
         carriers=SimpleNamespace(pattern=longs(*(MESSAGE for _ in looks))),
     )
     spans: Any = SimpleNamespace(end=100, brought_start=longs(*looks), returned_start=longs(*(NEVER for _ in looks)), summed_end=longs(20))
-    before: list[tuple[int, ...]] = [(), (), (0, 1), (2,) if reads else (), (3,)]
+    pairs = longs(2, 2, *((3,) if reads else ()), 4), longs(0, 1, *((2,) if reads else ()), 3)
     start = longs(0, 0, 10, 20 if waits else 15, 30)
     played: Any = SimpleNamespace(
         tile=longs(0, 1, NONE, 2, 3), start=start, end=start + 10, summed=longs(2),
-        waits_ptr=np.cumsum([0, *map(len, before)]), waits=longs(*(other for own in before for other in own)),
+        waits_of=lambda _: pairs,
     )  # fmt: skip
     (found,) = left_until(tables, spans, played, longs(0), longs(100))
     return int(found)

@@ -1,8 +1,6 @@
-"""The tasks that a compiled simulation has played, for Python."""
+"""The resources of tasks that a compiled simulation has played, for Python."""
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import numpy as np
 
@@ -10,25 +8,9 @@ from soap.simulator.compiled.graph_arrays import Ints, Longs
 from soap.simulator.compiled.state import State
 
 
-class TakenTasks(NamedTuple):
-    """The tasks of a simulation in the order in which they were taken. ``slot``: in ``State``. ``key``: [task, 2], its id as two numbers
-    (``task_keys``). Each waits for those at the places ``waits[waits_ptr[k]:waits_ptr[k + 1]]`` and holds the resources
-    ``held[held_ptr[k]:held_ptr[k + 1]]``."""
-
-    slot: Ints
-    key: Longs
-    duration_ns: Longs
-    start_ns: Longs
-    end_ns: Longs
-    bytes: Longs
-    waits_ptr: Longs
-    waits: Longs
-    held_ptr: Longs
-    held: Longs
-
-
 def held_resources(C: State, slots: Ints, static: Ints) -> tuple[Longs, Longs]:
-    """``TakenTasks.held_ptr`` and ``held``. ``static``: as in ``Groups``."""
+    """(``held_ptr``, ``held``): the task in slot ``slots[k]`` holds the resources ``held[held_ptr[k]:held_ptr[k + 1]]``. ``static``: as in
+    ``Groups``."""
     first, count = C.resource[slots], C.resource_n[slots]
     begins = np.concatenate(([0], np.cumsum(count, dtype=np.int64)))
     at = np.arange(begins[-1]) + np.repeat(np.where(first < 0, -1 - first, first) - begins[:-1], count)

@@ -116,7 +116,8 @@ class ArrayLedger:
         return np.array(list(map(peak_of, self._by_device())), np.int64)
 
     def _by_device(self) -> Iterator[Held]:
-        """All that each device holds. A send is let go when the next one has been packed, or when there is room to add up what answers it."""
+        """All that each device holds. A send is let go when the next one has been packed, or when there is room to add up what answers
+        it."""
         self._let_go_of_sent()
         for rows, limit in ((self._received, None), (self._few, UNDER_WAY)):
             self._let_go_of_received(rows, limit)

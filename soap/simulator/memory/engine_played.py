@@ -22,7 +22,7 @@ from soap.simulator.compiled.state import (
 from soap.simulator.engine import Engine
 from soap.simulator.memory.grouped import Bools, Longs
 from soap.simulator.memory.plan_arrays import MESSAGE, PlanArrays
-from soap.simulator.memory.played import KINDS, NONE, Played
+from soap.simulator.memory.played import KINDS, NONE, Played, Replayable
 from soap.simulator.task_list import BACKWARD, FORWARD, SYNC
 from soap.simulator.tasks import CHUNKS, TaskKind
 
@@ -38,48 +38,52 @@ BY_TILE = {
 def engine_played(engine: Engine, plan: Plan, arrays: PlanArrays) -> Played:
     """The tasks of the proposal, or if there is none of the strategy that is held and was simulated. ``plan``: of that strategy, with its
     ``arrays``; of a folded engine, that of the folding."""
-    C, taken = engine.state, engine.taken()
-    ids = _Ids(taken.key)
-    kinds, operators = C.kind[taken.slot], C.owner[taken.slot]
-    tiles = np.array(plan.first_tile, np.int64)[operators] + C.index[taken.slot]
+    C, slots = engine.state, np.sort(engine.taken())
+    kinds, operators, (start, end) = C.kind[slots], C.owner[slots], engine.times(slots)
+    passes, added = (kinds > 0) & (kinds <= BACKWARD_TILE), kinds >= ROW
+    tiles = np.array(plan.first_tile, np.int64)[operators] + C.index[slots]
+    others = np.flatnonzero(~passes & ~added)
+    ids, kind = _Ids(engine.keys(slots[others]), others), np.empty(len(kinds), np.int64)
+    kind[others] = np.where(ids.phase < SYNC, KINDS[TaskKind.REDUCE], KINDS[TaskKind.SYNC])
     carriers, sums = _carrier_ids(plan, arrays), _sum_ids(plan, arrays)
     brought, returned = ids.places(carriers[0]), ids.places(carriers[1])
     summed, summed_back = ids.places(sums[0]), ids.places(sums[1])
-    found, kind = {}, np.where(ids.phase < SYNC, KINDS[TaskKind.REDUCE], KINDS[TaskKind.SYNC])
+    found = {name: np.full(len(arrays.tiles.device), NONE) for name in BY_TILE}
     for name, (slot_kind, task_kind) in BY_TILE.items():
         own = np.flatnonzero(kinds == slot_kind)
-        found[name] = np.full(len(arrays.tiles.device), NONE, np.int64)
         found[name][tiles[own]] = own
         kind[own] = KINDS[task_kind]
-    rows = {name: np.full(len(arrays.tiles.device), NONE, np.int64) for name in row_names()} | {"again": found["again"]}
-    added = np.flatnonzero(kinds >= ROW)
-    added = added[np.argsort(operators[added], kind="stable")]
-    begins = np.searchsorted(operators[added], np.arange(len(plan.first_tile) + 1))
-    for position, marked in plan.marked.items():
-        mine = added[begins[position] : begins[position + 1]]
+    rows = {name: np.full(len(arrays.tiles.device), NONE) for name in row_names()} | {"again": found["again"]}
+    for marked in dict.fromkeys(plan.marked.values()):
+        mine = added & np.isin(operators, [position for position, own in plan.marked.items() if own is marked])
         for place, row in enumerate(marked.rows):
-            own = mine[kinds[mine] == ROW + place]
+            own = np.flatnonzero(mine & (kinds == ROW + place))
             rows[row.name][tiles[own]] = own
             kind[own] = KINDS[TaskKind(row.kind)]
     moved = np.where(arrays.carriers.pattern == MESSAGE, KINDS[TaskKind.TRANSFER], KINDS[TaskKind.EXCHANGE])
     for own in (brought, returned):
         kind[own[own >= 0]] = moved[own >= 0]
-    passes = (kinds > 0) & (kinds <= BACKWARD_TILE)
-    computes = passes | (kinds == UPDATE_DEVICE)
+
+    def replayable() -> Replayable:
+        waiting, rank = ~passes & (kinds != UPDATE_DEVICE), np.empty(len(kinds), np.int64)
+        rank[np.lexsort(engine.keys(slots).T[::-1])] = np.arange(len(kinds))
+        launch = np.where(passes, C.launch[slots], 0)
+        latency, overhead = (np.where(waiting, column[slots], 0) for column in (C.latency, C.overhead))
+        return Replayable(C.duration[slots], launch, latency, overhead, rank, *engine.held(slots))
+
+    def waits_of(tasks: Longs) -> tuple[Longs, Longs]:
+        place, other = engine.waits(slots[tasks])
+        task_of = np.zeros(slots.max(initial=0) + 1, np.int64)
+        task_of[slots] = np.arange(len(slots))
+        return place, task_of[other]
+
     return Played(
         kind=kind,
         tile=np.where(passes, tiles, NONE),
-        start=taken.start_ns,
-        end=taken.end_ns,
-        duration=taken.duration_ns,
-        launch=np.where(passes, C.launch[taken.slot], 0),
-        latency=np.where(computes, 0, C.latency[taken.slot]),
-        overhead=np.where(computes, 0, C.overhead[taken.slot]),
-        rank=ids.rank,
-        waits_ptr=taken.waits_ptr,
-        waits=taken.waits,
-        held_ptr=taken.held_ptr,
-        held=taken.held,
+        start=start,
+        end=end,
+        waits_of=waits_of,
+        replayable=replayable,
         brought=brought,
         returned=returned,
         summed=summed,
@@ -91,20 +95,18 @@ def engine_played(engine: Engine, plan: Plan, arrays: PlanArrays) -> Played:
 
 
 class _Ids:
-    """The ids of tasks, each as two numbers (``task_keys``). ``rank``: each task's place among all by id. ``phase``: the first part."""
+    """The ids of tasks, each as two numbers (``task_keys``). ``phase``: the first part of each."""
 
-    def __init__(self, keys: Longs) -> None:
-        """``keys``: see ``TakenTasks.key``."""
-        (key, subkey), count = keys.T, len(keys)
+    def __init__(self, keys: Longs, tasks: Longs) -> None:
+        """``keys``: of these tasks, see ``Engine.keys``."""
+        key, subkey = keys.T
         phase_of: Any = task_keys.phase_of
         self.phase: Longs = phase_of.py_func(key)
-        self._order = np.lexsort((subkey, key))
-        self.rank = np.empty(count, np.int64)
-        self.rank[self._order] = np.arange(count)
-        self._key, self._subkey = key[self._order], subkey[self._order]
+        order = np.lexsort((subkey, key))
+        self._tasks, self._key, self._subkey = tasks[order], key[order], subkey[order]
         self._subkeys = np.unique(subkey)
         self._codes = self._code(self._key, self._subkey)
-        begins = np.ones(count, np.bool_)
+        begins = np.ones(len(tasks), np.bool_)
         begins[1:] = (self._key[1:] != self._key[:-1]) | (self._subkey[1:] // CHUNKS != self._subkey[:-1] // CHUNKS)
         self._last = np.repeat(*_ends(begins))
 
@@ -121,12 +123,12 @@ class _Ids:
     def places(self, ids: Longs) -> Longs:
         """[id, part of it] -> the task with each id, or NONE."""
         at = self._sorted_places(ids)
-        return np.where(at < 0, NONE, self._order[at])
+        return np.where(at < 0, NONE, self._tasks[at])
 
     def chunks(self, ids: Longs) -> tuple[Longs, Longs]:
         """[id, part of it] -> the first and the last chunk of the communication with each id, or the task itself twice; or NONE."""
         at = self._sorted_places(ids)
-        return np.where(at < 0, NONE, self._order[at]), np.where(at < 0, NONE, self._order[self._last[at]])
+        return np.where(at < 0, NONE, self._tasks[at]), np.where(at < 0, NONE, self._tasks[self._last[at]])
 
 
 def _ends(begins: Bools) -> tuple[Longs, Longs]:

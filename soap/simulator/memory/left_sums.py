@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from soap.simulator.memory.grouped import Longs, owners
+from soap.simulator.memory.grouped import Longs
 from soap.simulator.memory.plan_arrays import BROADCAST, PlanArrays
 from soap.simulator.memory.played import NONE, Played
 from soap.simulator.memory.spans import NEVER, Spans
@@ -56,11 +56,11 @@ class _After:
 
     def __init__(self, played: Played, devices: Longs) -> None:
         """``devices``: by task that of a pass, or NONE."""
-        waiting = owners(played.waits_ptr)
-        kept = played.end[played.waits] <= played.start[waiting]
-        order = np.argsort(played.waits[kept], kind="stable")
+        waiting, waits = played.waits_of(np.arange(len(played.tile)))
+        kept = played.end[waits] <= played.start[waiting]
+        order = np.argsort(waits[kept], kind="stable")
         self._followers = waiting[kept][order].tolist()
-        self._begins = np.searchsorted(played.waits[kept][order], np.arange(len(played.tile) + 1)).tolist()
+        self._begins = np.searchsorted(waits[kept][order], np.arange(len(played.tile) + 1)).tolist()
         self._starts, self._devices = played.start.tolist(), devices.tolist()
 
     def first_passes(self, task: int, devices: Mapping[int, int], latest: int) -> dict[int, int]:

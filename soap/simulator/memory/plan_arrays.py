@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any, NamedTuple, get_type_hints
 from weakref import WeakKeyDictionary
 
@@ -189,13 +190,13 @@ class PlanArrays(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """The tables of one delivery, and of those that are like it, with its own positions: by block an array [column, row], and how many
-    rows it has. Columns that say where something begins have here how many there are. Tiles have one column more, bytes of their
+    """The tables of one delivery, and of those that are like it, with its own positions: the ``COLUMNS``, and how many rows each block
+    has. Columns that say where something begins have here how many there are. Tiles have one column more, bytes of their
     parameters, which accelerators pack into one piece, and readers the numbers of their operators, to which their tiles count. Operators,
     devices, parameters and regions are places in what each delivery has by itself (``_Names``); ``counts`` has how many of these there
     are, too. ``regions``: place among the operator's inputs and parameters, and the box."""
 
-    blocks: tuple[Longs, ...]
+    columns: tuple[Longs | Bools, ...]
     counts: tuple[int, ...]
     regions: tuple[tuple[int, Box], ...]
 
@@ -225,6 +226,7 @@ BLOCKS |= {column: [column] for column in LISTS.values()}
 BLOCKS["tiles"].append("packed")
 BLOCKS["readers"].append("operator")
 """Block -> its columns."""
+COLUMNS = [(name, column) for name, columns in BLOCKS.items() for column in columns]
 REFERS = {
     ("outputs", "tile"): "tiles", ("given", "tile"): "tiles", ("parameters", "tile"): "tiles", ("holdings", "tile"): "tiles",
     ("holdings", "sum"): "sums", ("holdings", "output"): "outputs", ("readers", "fetch"): "fetches", ("pieces", "fetch"): "fetches",
@@ -250,8 +252,6 @@ def plan_arrays(plan: Plan, *, footprints: bool = True) -> PlanArrays:
     carriers["number"] = np.where(messages, np.cumsum(messages), np.cumsum(~messages)) - 1
     for name, column in LISTS.items():
         found[name] |= found.pop(column)
-    for name, column in FLAGS:
-        found[name][column] = found[name][column] != 0
     for name, column in BEGINS:
         found[name][column] = _begins(found[name][column])
     return PlanArrays(**{name: table(**found[name]) for name, table in TABLES.items()})
@@ -262,17 +262,14 @@ def _joined(parts: Sequence[_Part], names: Sequence[_Names]) -> dict[str, dict[s
     counts = np.array([part.counts for part in parts], np.int64).reshape(-1, len(BLOCKS) + len(_Names._fields))
     firsts = dict(zip((*BLOCKS, *_Names._fields), (np.cumsum(counts, axis=0) - counts).T, strict=True))
     meant = {name: np.concatenate([getattr(own, name) for own in names]) for name in _Names._fields}
-    found: dict[str, dict[str, Any]] = {}
-    for place, (name, columns) in enumerate(BLOCKS.items()):
-        blocks = [part.blocks[place] for part in parts if part.counts[place]]
-        joined = np.concatenate([np.zeros((len(columns), 0), np.int64), *blocks], axis=1)
-        found[name] = dict(zip(columns, joined, strict=True))
-        for column in columns:
-            if (to := REFERS.get((name, column))) is not None:
-                shift = np.repeat(firsts[to], counts[:, place])
-                np.add(found[name][column], shift, out=found[name][column], where=found[name][column] >= 0)
-                if to in meant:
-                    found[name][column] = meant[to][found[name][column]]
+    found: dict[str, dict[str, Any]] = {name: {} for name in BLOCKS}
+    for (name, column), *joined in zip(COLUMNS, *(part.columns for part in parts), strict=True):
+        found[name][column] = own = np.concatenate(joined)
+        if (to := REFERS.get((name, column))) is not None:
+            shift = np.repeat(firsts[to], counts[:, list(BLOCKS).index(name)])
+            np.add(own, shift, out=own, where=own >= 0)
+            if to in meant:
+                found[name][column] = meant[to][own]
     return found
 
 
@@ -334,9 +331,10 @@ class _Maker:
         self._carriers()
         for number, reduction in enumerate(self._own.reductions):
             self._sum(number, reduction)
-        blocks = (np.array(self._rows[name], np.int64).reshape(-1, len(columns)).T for name, columns in BLOCKS.items())
+        rows = (np.array(self._rows[name], np.int64).reshape(-1, len(columns)).T for name, columns in BLOCKS.items())
+        columns = (own != 0 if name in FLAGS else own.copy() for name, own in zip(COLUMNS, chain.from_iterable(rows), strict=True))
         named = 1 + len(self._readers), len(self._place), len(self._op.parameters), len(self._regions)
-        return _Part(tuple(blocks), (*map(len, self._rows.values()), *named), tuple(self._regions))
+        return _Part(tuple(columns), (*map(len, self._rows.values()), *named), tuple(self._regions))
 
     def _box_bytes(self, tensor: str, box: Box) -> int:
         return volume(box) * self._graph.tensors[tensor].itemsize

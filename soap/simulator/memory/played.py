@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from soap.plan.marks.seam import row_names
 from soap.plan.plan import Part, Plan
-from soap.simulator.memory.grouped import Longs
+from soap.simulator.memory.grouped import Longs, owners
 from soap.simulator.tasks import Schedule, TaskGraph, TaskKind, times_of
 
 KINDS = {kind: number for number, kind in enumerate(TaskKind)}
@@ -18,10 +18,22 @@ NONE = -1
 """In place of a task's number: there is none."""
 
 
+class Replayable(NamedTuple):
+    """By task what playing it once more needs: times in ns, and ``rank``, its place among all by id, which breaks ties. It holds the
+    resources ``held[held_ptr[k]:held_ptr[k + 1]]`` (``tasks.Task.resources``)."""
+
+    duration: Longs
+    launch: Longs
+    latency: Longs
+    overhead: Longs
+    rank: Longs
+    held_ptr: Longs
+    held: Longs
+
+
 class Played(NamedTuple):
-    """By task: ``kind`` (``KINDS``), ``tile`` of a pass or NONE, ``start`` and ``end``, and what may be played once more: ``duration``,
-    ``launch``, ``latency``, ``overhead``, all in ns, and ``rank``: its place among all by id, which breaks ties. It waits for the tasks
-    ``waits[waits_ptr[k]:waits_ptr[k + 1]]`` and holds the resources ``held[held_ptr[k]:held_ptr[k + 1]]`` (``tasks.Task.resources``).
+    """By task: ``kind`` (``KINDS``), ``tile`` of a pass or NONE, ``start`` and ``end`` in ns. ``waits_of``: of some tasks, pairs (place
+    among them, a task that it waits for), by place. ``replayable``: makes the rest, which few ask for.
 
     The tasks, or NONE: by tile ``forward``, ``backward``, ``weights``, ``again`` (second run), and by name all ``rows`` of marks; by
     carrier of ``PlanArrays`` ``brought`` and ``returned``; by reduction ``summed`` and ``summed_back``. ``named``: by name of a
@@ -32,15 +44,8 @@ class Played(NamedTuple):
     tile: Longs
     start: Longs
     end: Longs
-    duration: Longs
-    launch: Longs
-    latency: Longs
-    overhead: Longs
-    rank: Longs
-    waits_ptr: Longs
-    waits: Longs
-    held_ptr: Longs
-    held: Longs
+    waits_of: Callable[[Longs], tuple[Longs, Longs]]
+    replayable: Callable[[], Replayable]
     forward: Longs
     backward: Longs
     weights: Longs
@@ -78,10 +83,8 @@ def played_of(tasks: TaskGraph, schedule: Schedule) -> Played:
         tile,
         schedule.start_ns,
         schedule.end_ns,
-        *times_of(tasks),
-        _ranks([task.id for task in todo]),
-        *_rows([task.predecessors for task in todo]),
-        *_rows([task.resources for task in todo]),
+        lambda tasks: _pairs([todo[task].predecessors for task in tasks.tolist()]),
+        lambda: Replayable(*times_of(tasks), _ranks([task.id for task in todo]), *_rows([task.resources for task in todo])),
         *passes,
         {name: _by_number(own.rows.get(name, {}), range(tiles)) for name in row_names()},
         *(_by_number(places, parts) for places in (own.brought, own.returned)),
@@ -108,6 +111,11 @@ def _by_number(places: Mapping[Any, int], keys: Sequence[Any]) -> Longs:
 def _rows(rows: Sequence[Sequence[int]]) -> tuple[Longs, Longs]:
     """Where each row begins, and all rows joined."""
     return np.cumsum([0, *map(len, rows)]), np.array([item for row in rows for item in row], np.int64)
+
+
+def _pairs(rows: Sequence[Sequence[int]]) -> tuple[Longs, Longs]:
+    begins, items = _rows(rows)
+    return owners(begins), items
 
 
 def _ranks(ids: Sequence[tuple[int, ...]]) -> Longs:

@@ -343,10 +343,12 @@ def _ranks(plan: Plan, tiles: Tiles, kind: Pass) -> Longs:
 
 
 def pass_ranks(order: PassOrder, kind: Pass, operators: Longs, parts: Longs) -> Longs:
-    """``PassOrder.rank`` of passes of parts of operators, worked out once for equal ones."""
-    scale = order.cut.count
-    keys, group = np.unique(operators * scale + parts, return_inverse=True)
-    return np.array([order.rank(kind, *divmod(key, scale)) for key in keys.tolist()], np.int64)[group]
+    """``PassOrder.rank`` of passes of parts of operators, worked out once for operators whose passes are in the same actions."""
+    cut, first = order.cut, dict[object, int]()
+    places = enumerate(zip(order.backward, order.weights, order.chunks, strict=True))
+    alike = [first.setdefault((position in cut.graph.epilogue, cut.parts(position), own), position) for position, own in places]
+    ranks = {position: [order.rank(kind, position, part) for part in range(cut.count)] for position in first.values()}
+    return np.array([ranks[position] for position in alike], np.int64)[operators, parts]
 
 
 def _places(order: Longs) -> Longs:

@@ -19,7 +19,7 @@ import numpy as np
 
 from soap.cluster.topology import Topology
 from soap.plan.plan import Plan
-from soap.simulator.memory.grouped import Bools, Longs, distinct, owners
+from soap.simulator.memory.grouped import Bools, Longs, distinct, rows_of
 from soap.simulator.memory.plan_arrays import PlanArrays
 from soap.simulator.memory.played import KINDS, NONE, Played
 from soap.simulator.memory.rank_order import RankOrder, rank_order
@@ -40,22 +40,26 @@ class Waits(NamedTuple):
 
 def as_ranks_run(played: Played, plan: Plan, arrays: PlanArrays, topology: Topology) -> tuple[Played, RankOrder]:
     """The iteration as ranks run it: other times and waits, if its passes do not have that order anyway; and the order."""
-    backward = played.tile[_by_start(played, played.backward[played.backward != NONE])]
-    order = rank_order(plan, arrays, played.tile[_by_start(played, played.forward)], backward, turns=plan.order is None)
+    forward = np.argsort(played.start[played.forward], kind="stable")  # ids order these as tiles
+    back = np.argsort(-arrays.tiles.operator, kind="stable")
+    back = back[played.backward[back] != NONE]  # as ids order these
+    backward = back[np.argsort(played.start[played.backward[back]], kind="stable")]
+    order = rank_order(plan, arrays, forward, backward, turns=plan.order is None)
     passes = _Passes(played, arrays, order) if plan.order is None else None
     if passes is None or passes.are_kept():
         return played, order
     from soap.simulator.replay import replayed  # compiled code
 
     waits = passes.waits()
-    counts = np.bincount(waits.task, minlength=len(played.tile))
-    played = played._replace(waits_ptr=np.append(0, np.cumsum(counts)), waits=waits.other)
+    begins = np.searchsorted(waits.task, np.arange(len(played.tile) + 1))
+
+    def waits_of(tasks: Longs) -> tuple[Longs, Longs]:
+        place, row = rows_of(begins, tasks)
+        return place, waits.other[row]
+
+    played = played._replace(waits_of=waits_of)
     start, end = replayed(played, topology)
     return played._replace(start=start, end=end), order
-
-
-def _by_start(played: Played, passes: Longs) -> Longs:
-    return passes[np.lexsort((played.rank[passes], played.start[passes]))]
 
 
 class _Passes:
@@ -67,7 +71,7 @@ class _Passes:
 
     def __init__(self, played: Played, arrays: PlanArrays, order: RankOrder) -> None:
         self._played = played
-        self._waits = Waits(owners(played.waits_ptr), played.waits)
+        self._waits = Waits(*played.waits_of(np.arange(len(played.tile))))
         self._turn, within = self._turns(order)
         passes = np.flatnonzero(self._turn != NONE)
         self._device = np.full(len(played.tile), NONE)
@@ -108,7 +112,8 @@ class _Passes:
         early = again[waits.other] & (turn[waits.task] != NONE) & ((turn[waits.other] == NONE) | (turn[waits.other] > turn[waits.task]))
         if not early.any():
             return turn, within
-        ptr, found, rank = played.waits_ptr, np.full(len(turn), NONE), played.rank
+        ptr = np.searchsorted(waits.task, np.arange(len(turn) + 1))
+        found, rank = np.full(len(turn), NONE), played.replayable().rank
         passes = np.flatnonzero(turn != NONE)
         ordered = passes[np.lexsort((within[passes], turn[passes]))]
         count = 0
@@ -117,7 +122,7 @@ class _Passes:
             nonlocal count
             own = [task for task in own if found[task] == NONE]
             for task in own:
-                for other in sorted(played.waits[ptr[task] : ptr[task + 1]].tolist(), key=rank.__getitem__):
+                for other in sorted(waits.other[ptr[task] : ptr[task + 1]].tolist(), key=rank.__getitem__):
                     if again[other] and found[other] == NONE and other not in own:
                         run([other])
             found[own] = count

@@ -9,7 +9,7 @@ import numpy as np
 
 from soap.plan.plan import Plan
 from soap.plan.tiling import Tile
-from soap.simulator.memory.grouped import Bools, Longs, least, most, owners, rows_of
+from soap.simulator.memory.grouped import Bools, Longs, least, most, owners
 from soap.simulator.memory.plan_arrays import PlanArrays, Sums
 from soap.simulator.memory.played import KINDS, NONE, Played
 from soap.simulator.memory.rank_order import RankOrder
@@ -112,15 +112,14 @@ def _second_runs(run: Played, segment: Longs) -> Longs:
     own = np.flatnonzero(run.again != NONE)
     own = own[np.lexsort((own, run.start[run.forward[own]], segment[own]))]
     start, end = run.start[run.again[own]], run.end[run.again[own]]
-    earliest = least(segment[own], start, len(segment), NEVER)
-    begun, worked, before, at = [], [], NEVER, 0
-    for now, begins, ends in zip(segment[own].tolist(), start.tolist(), end.tolist(), strict=True):
-        if now != before:
-            before, at = now, int(earliest[now])
-        begun.append(min(at, begins))
-        at = begun[-1] + ends - begins
-        worked.append(at)
-    found[:, own] = begun, worked, end
+    took, of = end - start, segment[own]
+    before = np.cumsum(took) - took
+    low, first, step = start - before, np.flatnonzero(np.diff(of, prepend=NEVER)), 1
+    low[first] = np.minimum.reduceat(start, first) - before[first]
+    while (same := of[step:] == of[:-step]).any():  # until each has the least of those before it in its segment
+        low[step:] = np.where(same, np.minimum(low[step:], low[:-step]), low[step:])
+        step *= 2
+    found[:, own] = low + before, low + before + took, end
     return found
 
 
@@ -133,8 +132,8 @@ def _last_members(sums: Sums, ends: Longs) -> Longs:
 def _ready(run: Played) -> dict[str, int]:
     """By name of a synchronization, when all that it waits for is over."""
     own = {name: first for name, (first, _) in run.named.items() if run.kind[first] == KINDS[TaskKind.SYNC]}
-    place, row = rows_of(run.waits_ptr, np.array(list(own.values()), np.int64))
-    return dict(zip(own, most(place, run.end[run.waits[row]], len(own), 0).tolist(), strict=True))
+    place, other = run.waits_of(np.array(list(own.values()), np.int64))
+    return dict(zip(own, most(place, run.end[other], len(own), 0).tolist(), strict=True))
 
 
 def unread_tiles(plan: Plan) -> Iterator[int]:

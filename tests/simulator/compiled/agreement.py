@@ -64,9 +64,11 @@ def synchronized(strategy: Strategy, graph: OperatorGraph, draw: random.Random, 
 
 def compiled_tasks(engine: Engine) -> dict[tuple[int, int], Played]:
     """What the engine makes of the strategy that it holds."""
-    own = engine.taken()
-    keys, held = map(tuple, own.key.tolist()), [frozenset(part.tolist()) for part in np.split(own.held, own.held_ptr[1:-1])]
-    played = zip(own.duration_ns.tolist(), own.start_ns.tolist(), held, own.end_ns.tolist(), own.bytes.tolist(), strict=True)
+    slots, state = engine.taken(), engine.state
+    begins, resources = engine.held(slots)
+    keys, held = map(tuple, engine.keys(slots).tolist()), [frozenset(part.tolist()) for part in np.split(resources, begins[1:-1])]
+    start, end = engine.times(slots)
+    played = zip(state.duration[slots].tolist(), start.tolist(), held, end.tolist(), state.moved[slots].tolist(), strict=True)
     return dict(zip(keys, played, strict=True))
 
 

@@ -33,17 +33,21 @@ from tests.strategies import cases
 
 pytestmark = pytest.mark.slow  # the first use compiles for a minute
 
-BY_TASK = ("kind", "tile", "start", "end", "duration", "launch", "latency", "overhead")
+BY_TASK = ("kind", "tile", "start", "end")
+TIMES = ("duration", "launch", "latency", "overhead")
 OF_TASKS = ("forward", "backward", "weights", "again", "brought", "returned", "summed", "summed_back")
 
 
 def in_order(played: Played) -> dict[str, object]:
     """All fields by the tasks' places among all by id. What tasks wait for and hold are sets."""
-    order, rank = np.argsort(played.rank), np.append(played.rank, NONE)
-    assert np.array_equal(np.sort(played.rank), np.arange(len(order)))
-    waits = [frozenset(played.rank[played.waits[a:b]].tolist()) for a, b in zip(played.waits_ptr, played.waits_ptr[1:], strict=False)]
-    held = [frozenset(played.held[a:b].tolist()) for a, b in zip(played.held_ptr, played.held_ptr[1:], strict=False)]
+    more = played.replayable()
+    order, rank = np.argsort(more.rank), np.append(more.rank, NONE)
+    assert np.array_equal(np.sort(more.rank), np.arange(len(order)))
+    waiting, others = played.waits_of(np.arange(len(order)))
+    waits = [frozenset(own.tolist()) for own in np.split(rank[others], np.searchsorted(waiting, np.arange(1, len(order))))]
+    held = [frozenset(more.held[a:b].tolist()) for a, b in zip(more.held_ptr, more.held_ptr[1:], strict=False)]
     found: dict[str, object] = {name: getattr(played, name)[order].tolist() for name in BY_TASK}
+    found |= {name: getattr(more, name)[order].tolist() for name in TIMES}
     found |= {name: rank[getattr(played, name)].tolist() for name in OF_TASKS}
     found |= {f"row {name}": rank[own].tolist() for name, own in played.rows.items()}
     named = {name: (int(rank[first]), int(rank[last])) for name, (first, last) in played.named.items()}
