@@ -55,3 +55,12 @@ def test_a_plan_of_no_equal_copies_is_played_whole(monkeypatch: pytest.MonkeyPat
     assert found is not None and (found.copies, found.makespan_ns) == (1, whole.makespan_ns)
     assert found.peak_bytes == max(whole.peak_bytes) and found.fits and whole.fits
     assert large_prediction(simulator, strategy, whole=False) is None
+
+
+def test_command_says_that_a_whole_plan_is_told_in_brief(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(predictions, "MOST_PLANNED_TILES", 0)
+    asked = ["zoo:gpt:tiny", "--cluster", "h100-4", "--builtin", "megatron:2x2+microbatches:2", "--costs", "estimate"]
+    assert simulate.main(asked) == 0
+    assert "tiles: time and memory alone; with --explain or --timeline all of it" in capsys.readouterr().out
+    assert simulate.main([*asked, "--explain"]) == 0
+    assert "time and memory alone" not in capsys.readouterr().out

@@ -106,8 +106,9 @@ def large_text(report: dict[str, Any]) -> str:
     lacks = "" if report["fits"] else ": does not fit"
     held = f"up to {format_bytes(report['most_memory_bytes'])} of {format_bytes(report['available_memory_bytes'])}{lacks}"
     head = f"{report['model']} on {cluster['name']} ({cluster['devices']} devices)\n"
-    alike = f"{folded['copies']} copies of the model do the same: two were simulated, " if folded["copies"] > 1 else ""
-    head += f"note: {alike}{folded['tiles']:,} tiles"
+    alike, tiles = folded["copies"], f"{folded['tiles']:,} tiles"
+    copied = f"{alike} copies of the model do the same: two were simulated, {tiles}"
+    head += f"note: {copied if alike > 1 else f'{tiles}: time and memory alone; with --explain or --timeline all of it, in minutes'}"
     return f"{head}\n\n{listed([(report['strategy'], milliseconds(report['predicted_ns'])), ('memory per device', held)])}"
 
 
