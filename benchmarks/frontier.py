@@ -30,9 +30,9 @@ from statistics import median
 from typing import Any
 
 from benchmarks.frontier_plans import ADAM_STATES, Row, graph_of, said, strategy_of, topology_of
+from benchmarks.large import priced
 from benchmarks.pages import give
 from soap import api
-from soap.api.predictions import large_prediction
 from soap.errors import SoapError
 from soap.files import write_text_atomically
 
@@ -71,16 +71,10 @@ def predicted(row: Row, models: Path) -> Outcome:
         begin = time.process_time()
         simulator = api.simulator_for(graph, topology, costs="estimate", optimizer_states=ADAM_STATES)
         strategy = strategy_of(row, own, graph, topology)
-        large = large_prediction(simulator, strategy)
-        if large is not None:
-            found = large.makespan_ns / 1e6, large.peak_bytes, large.available_bytes
-        else:
-            simulation, limits = simulator.predict(strategy), topology.memory_limits
-            fullest = max(range(len(limits)), key=lambda device: simulation.peak_bytes[device] / limits[device])
-            found = simulation.makespan_ns / 1e6, simulation.peak_bytes[fullest], limits[fullest]
+        makespan_ns, peak_bytes, available_bytes = priced(simulator, strategy)
     except SoapError as error:
         return Outcome(row["id"], f"refused: {error}")
-    return Outcome(row["id"], "", *found, round(time.process_time() - begin, 2))
+    return Outcome(row["id"], "", makespan_ns / 1e6, peak_bytes, available_bytes, round(time.process_time() - begin, 2))
 
 
 def predictions(rows: Sequence[Row], models: Path, processes: int, resume: Path | None) -> dict[str, Outcome]:

@@ -15,8 +15,8 @@ from torch import nn
 
 import soap
 from benchmarks.layers import LAYER, by_layers
-from benchmarks.published import selected
-from benchmarks.published_models import PlainAttention
+from benchmarks.published import preset_name, selected
+from benchmarks.published_models import built
 from soap import api
 from soap.api.models import planned_graph
 from soap.cluster.topology import Topology
@@ -24,8 +24,7 @@ from soap.model.graph import OperatorGraph
 from soap.strategy.config import Strategy
 from soap.strategy.megatron import hybrid
 from soap.strategy.named import ADDED
-from soap.strategy.recomputation import RECOMPUTED, in_micro_batches, with_repeatable_levels
-from soap.zoo.gpt import GPT, CausalAttention, GPTConfig
+from soap.strategy.recomputation import RECOMPUTED, in_micro_batches, recomputed, with_repeatable_levels
 
 Row = Mapping[str, Any]
 
@@ -132,13 +131,12 @@ def graph_of(row: Row, own: Said, folder: Path) -> OperatorGraph:
     if not path.exists():
         logging.getLogger("transformers").setLevel(logging.ERROR)
         with torch.device("meta"):
-            module, args, kwargs, loss = _llama(key) if key["gated_mlp"] else _gpt(key)
+            module, (args, kwargs), loss = built(_model(key), key["batch"])
+            for name, part in module.named_modules() if key["gated_mlp"] and key["fused_norm"] else ():
+                if name.endswith("norm"):
+                    part.__class__ = FusedNorm
             soap.export(module.to(getattr(torch, own.precision)).train(), args, kwargs, path=path, loss=loss, verify=False)
     return planned_graph(path)
-
-
-def _words(key: Mapping[str, Any]) -> torch.Tensor:
-    return torch.zeros(key["batch"], key["seq"], dtype=torch.int64)
 
 
 class FusedNorm(nn.Module):
@@ -152,44 +150,26 @@ class FusedNorm(nn.Module):
         return torch.nn.functional.rms_norm(hidden_states, hidden_states.shape[-1:], self.weight, self.variance_epsilon)
 
 
-def _llama(key: Mapping[str, Any]) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any], Any]:
-    import transformers
-
-    config = transformers.LlamaConfig(
-        vocab_size=key["vocab"], hidden_size=key["hidden"], intermediate_size=key["ffn"], num_hidden_layers=key["layers"],
-        num_attention_heads=key["heads"], num_key_value_heads=key["kv_heads"], max_position_embeddings=key["seq"],
-        tie_word_embeddings=bool(key["tied"]), head_dim=key["head_dim"] or key["hidden"] // key["heads"],
-    )  # fmt: skip
-    config._attn_implementation = "sdpa" if key["attention"] == "flash" else "eager"
-    module = transformers.LlamaForCausalLM(config)
-    if key["fused_norm"]:
-        for name, part in module.named_modules():
-            if name.endswith("norm"):
-                part.__class__ = FusedNorm
-    words = _words(key)
-    given = {"input_ids": words, "labels": words.clone(), "use_cache": False}
-    return module, (), given, lambda out: out.loss
-
-
-def _gpt(key: Mapping[str, Any]) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any], Any]:
-    sizes = {"vocabulary": key["vocab"], "width": key["hidden"], "heads": key["heads"], "layers": key["layers"]}
-    module = GPT(GPTConfig(context=key["seq"], dropout=0.0, **sizes))
-    if key["attention"] == "plain":
-        for part in module.modules():
-            if type(part) is CausalAttention:
-                part.__class__, part.dropout = PlainAttention, 0.0
-    if key["tied"]:
-        module.head.weight = module.token_embedding.weight
-    words = _words(key)
-    return module, (words, words.clone()), {}, None
+def _model(key: Mapping[str, Any]) -> dict[str, Any]:
+    """The model as ``published_models`` has it."""
+    flash, shared = key["attention"] == "flash", {"sequence": key["seq"], "tied": bool(key["tied"])}
+    if not key["gated_mlp"]:
+        sizes = {"vocabulary": key["vocab"], "width": key["hidden"], "heads": key["heads"], "layers": key["layers"], "dropout": 0.0}
+        return {"builder": "gpt", "attention": "fused" if flash else "plain", **sizes, **shared}
+    config = {
+        "vocab_size": key["vocab"], "hidden_size": key["hidden"], "intermediate_size": key["ffn"], "num_hidden_layers": key["layers"],
+        "num_attention_heads": key["heads"], "num_key_value_heads": key["kv_heads"], "max_position_embeddings": key["seq"],
+        "tie_word_embeddings": shared["tied"], "head_dim": key["head_dim"] or key["hidden"] // key["heads"],
+    }  # fmt: skip
+    own = {"class": "LlamaForCausalLM", "config": config, "attention": "sdpa" if flash else "eager", "inputs": "language_model"}
+    return {"builder": "transformers", **own, **shared}
 
 
 def topology_of(row: Row) -> Topology:
     """The row's cluster."""
     each = row["gpus_per_host"]
     hosts = row["gpus"] // each
-    family = CLUSTERS[row["gpu"]]
-    return api.load_cluster(f"{family}-{hosts}x{each}" if hosts > 1 else f"{family}-{each}")
+    return api.load_cluster(preset_name(CLUSTERS[row["gpu"]], hosts, each))
 
 
 def strategy_of(row: Row, own: Said, graph: OperatorGraph, topology: Topology) -> Strategy:
@@ -205,7 +185,7 @@ def strategy_of(row: Row, own: Said, graph: OperatorGraph, topology: Topology) -
     if own.sharding != "none":
         strategy = ADDED[own.sharding](graph, topology, strategy)
     if own.recompute == "full":
-        strategy = ADDED["recompute"](graph, topology, strategy)
+        strategy = recomputed(graph, strategy)
     elif own.recompute == "selective_op":
         strategy = with_repeatable_levels(graph, strategy, selected(graph))
     elif own.recompute == "second":
@@ -217,7 +197,7 @@ def strategy_of(row: Row, own: Said, graph: OperatorGraph, topology: Topology) -
 
 
 def _second_layers(graph: OperatorGraph, strategy: Strategy) -> list[str]:
-    whole = ADDED["recompute"](graph, None, strategy)  # type: ignore[arg-type]
+    whole = recomputed(graph, strategy)
     found = []
     for op in graph.operators:
         layer = LAYER.search(op.name)

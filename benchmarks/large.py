@@ -34,6 +34,8 @@ from soap.api.models import planned_graph
 from soap.api.predictions import large_prediction
 from soap.errors import SoapError
 from soap.search.options import SearchOptions
+from soap.simulator.simulate import Simulator
+from soap.strategy.config import Strategy
 from soap.strategy.named import named
 from soap.units import format_bytes
 
@@ -120,14 +122,19 @@ def measured(path: Path, model: str, kind: str, cluster: str, name: str) -> Cell
     return Cell(model, kind, cluster, name, said, time.process_time() - begin, peak_bytes)
 
 
-def _named(graph: Any, topology: Any, name: str) -> str:
-    simulator = api.simulator_for(graph, topology, costs="estimate")
-    strategy = named(name, graph, topology)
+def priced(simulator: Simulator, strategy: Strategy) -> tuple[int, int, int]:
+    """A plan's time in ns; of the device that is filled most the expected peak, and its memory, in bytes."""
     large = large_prediction(simulator, strategy)
     if large is not None:
-        return f"{large.makespan_ns / 1e9:,.2f} s, {format_bytes(large.peak_bytes)}"
-    found = simulator.predict(strategy)
-    return f"{found.makespan_ns / 1e9:,.2f} s, {format_bytes(max(found.peak_bytes))}"
+        return large.makespan_ns, large.peak_bytes, large.available_bytes
+    found, limits = simulator.predict(strategy), simulator.topology.memory_limits
+    fullest = max(range(len(limits)), key=lambda device: found.peak_bytes[device] / limits[device])
+    return found.makespan_ns, found.peak_bytes[fullest], limits[fullest]
+
+
+def _named(graph: Any, topology: Any, name: str) -> str:
+    makespan_ns, peak_bytes, _ = priced(api.simulator_for(graph, topology, costs="estimate"), named(name, graph, topology))
+    return f"{makespan_ns / 1e9:,.2f} s, {format_bytes(peak_bytes)}"
 
 
 def _fits(graph: Any, topology: Any, name: str) -> str:

@@ -158,7 +158,7 @@ def _row_problems(row: Mapping[str, Any], data: Mapping[str, Any]) -> list[str]:
         found += [] if row[field] in known else [f"{field} {row[field]!r}; expected one of {', '.join(known)}"]
     if row["cluster"] not in data["clusters"]:
         try:
-            api.load_cluster(_preset(row["cluster"], row["hosts"], row["devices"]))
+            api.load_cluster(preset_name(row["cluster"], row["hosts"], row["devices"]))
         except SoapError as error:
             found.append(str(error))
     for field in ("batch", "hosts", "devices", "figure", *(field for field in COUNTS if field in row)):
@@ -188,7 +188,7 @@ def published_seconds(row: Row, data: Mapping[str, Any]) -> float:
 def topology_of(row: Row, data: Mapping[str, Any]) -> Topology:
     """The row's cluster. Other device types than the data file's own are those that SOAP knows."""
     if row.cluster not in data["clusters"]:
-        return api.load_cluster(_preset(row.cluster, row.hosts, row.devices))
+        return api.load_cluster(preset_name(row.cluster, row.hosts, row.devices))
     description = copy.deepcopy(data["clusters"][row.cluster])
     del description["source"]
     (host,) = description["hosts"]
@@ -198,7 +198,7 @@ def topology_of(row: Row, data: Mapping[str, Any]) -> Topology:
     return parse_cluster(yaml.safe_dump({"name": row.cluster, "device_types": data["device_types"], **description}), DATA.name)
 
 
-def _preset(cluster: str, hosts: int, devices: int) -> str:
+def preset_name(cluster: str, hosts: int, devices: int) -> str:
     """The name of a preset of which a cluster is the family; the cluster's own name if it is none."""
     sized = f"{cluster}-{devices}" if hosts == 1 else f"{cluster}-{hosts}x{devices}"
     return cluster if says_all(cluster) or not says_all(sized) else sized

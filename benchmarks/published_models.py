@@ -35,10 +35,15 @@ def _loaded(model: Mapping[str, Any], batch: int, options: Mapping[str, Any]) ->
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.pt2"
         with torch.device("meta"):
-            module, (args, kwargs) = BUILDERS[model["builder"]](model, batch)
-            loss = (lambda output: output.loss) if model["builder"] == "transformers" else None
+            module, (args, kwargs), loss = built(model, batch)
             soap.export(module.train(), args, kwargs, path=path, loss=loss, verify=False)
         return soap.load(path, **options).graph
+
+
+def built(model: Mapping[str, Any], batch: int) -> tuple[nn.Module, Inputs, Any]:
+    """A module that is no zoo's, its inputs, and how ``soap.export`` finds the loss."""
+    loss = (lambda output: output.loss) if model["builder"] == "transformers" else None
+    return *BUILDERS[model["builder"]](model, batch), loss
 
 
 class PlainAttention(CausalAttention):
