@@ -31,10 +31,10 @@ from benchmarks.pages import give
 from soap import api
 from soap.api.fitting import fits
 from soap.api.models import planned_graph
-from soap.api.predictions import large_prediction
+from soap.api.large_plans import large_prediction
 from soap.errors import SoapError
 from soap.search.options import SearchOptions
-from soap.simulator.simulate import Simulator
+from soap.simulator.simulate import MANY_TILES, Simulator
 from soap.strategy.config import Strategy
 from soap.strategy.named import named
 from soap.units import format_bytes
@@ -124,7 +124,7 @@ def measured(path: Path, model: str, kind: str, cluster: str, name: str) -> Cell
 
 def priced(simulator: Simulator, strategy: Strategy) -> tuple[int, int, int]:
     """A plan's time in ns; of the device that is filled most the expected peak, and its memory, in bytes."""
-    large = large_prediction(simulator, strategy)
+    large = large_prediction(simulator, strategy, tiles=MANY_TILES)
     if large is not None:
         return large.makespan_ns, large.peak_bytes, large.available_bytes
     found, limits = simulator.predict(strategy), simulator.topology.memory_limits

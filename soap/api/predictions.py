@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from soap import collector
 from soap.api.deciding import known_spreads_of, range_record, timed
 from soap.api.models import Cluster, Model, graph_of, topology_of
 from soap.api.strategies import simulated_name
@@ -28,7 +27,7 @@ from soap.search.options import OPTIMIZER_STATES, check_costs
 from soap.search.starts import BASELINE
 from soap.simulator.costs import CostModel, CostSource
 from soap.simulator.folded import FoldedSimulation
-from soap.simulator.simulate import MOST_PLANNED_TILES, Simulation, Simulator, tile_count
+from soap.simulator.simulate import Simulation, Simulator
 from soap.strategy.config import Strategy
 from soap.strategy.megatron import staged
 from soap.strategy.stages import chunks_of, devices_of_stages, stages_of_chunks
@@ -256,45 +255,3 @@ def usual_in_stages(graph: OperatorGraph, strategy: Strategy, topology: Topology
     groups = [sorted(own) or [0] for own in devices_of_stages(graph, strategy)]
     made = staged(graph, topology, [stage_of[chunk] for chunk in chunks], groups, microbatches=strategy.microbatches)
     return replace(strategy, operators=made.operators)
-
-
-@dataclass(frozen=True)
-class LargePrediction:
-    """The time and memory of a large plan: of two of ``copies`` equal copies of the model, or of all of it if there is one.
-    ``peak_bytes``, ``available_bytes``: of the device that is filled most, its expected peak, and its memory. ``lacking_bytes``: those that
-    hosts lack. ``tiles``: those that were played."""
-
-    makespan_ns: int
-    peak_bytes: int
-    available_bytes: int
-    lacking_bytes: int
-    copies: int
-    tiles: int
-
-    @property
-    def fits(self) -> bool:
-        """Whether neither devices nor hosts lack memory."""
-        return self.peak_bytes <= self.available_bytes and not self.lacking_bytes
-
-
-@collector.seldom()
-def large_prediction(simulator: Simulator, strategy: Strategy, *, whole: bool = True) -> LargePrediction | None:
-    """The time and the memory of a plan by compiled code; None if it has few tiles. ``whole``: also of a plan that is not made of equal
-    copies."""
-    if tile_count(strategy) <= MOST_PLANNED_TILES:
-        return None
-    found = simulator.folding(strategy, nearly=True)
-    folding = None if isinstance(found, str) else found
-    played = strategy if folding is None else folding.copies.strategy
-    if tile_count(played) <= MOST_PLANNED_TILES or (folding is None and not whole):
-        return None
-    from soap.simulator.engine import Engine  # numba
-    from soap.simulator.folded_bound import folded_engine
-
-    engine = Engine(simulator.shared) if folding is None else folded_engine(folding, simulator.costs)
-    engine.load(played)
-    makespan_ns, limits = engine.play(), simulator.topology.memory_limits
-    peaks, lacking_bytes = simulator.played_in(strategy, engine, folding)
-    fullest = max(range(len(limits)), key=lambda device: peaks[device] / limits[device])
-    copies = 1 if folding is None else folding.count
-    return LargePrediction(makespan_ns, peaks[fullest], limits[fullest], lacking_bytes, copies, tile_count(played))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from soap import api, outputs
 from soap.api.fitting import MOST_WAYS
-from soap.api.predictions import large_prediction
+from soap.api.large_plans import large_prediction
 from soap.cli import explanation, inputs, plan_summary, simulate_report, stale_plan
 from soap.cli.command import Parser, UsageError, entry_point, refuse_given
 from soap.cli.inputs import add_asked, check_inputs, read_file

@@ -11,7 +11,7 @@ from typing import Any
 from soap import api
 from soap.api import save_strategy
 from soap.api.fitting import Fit, Way
-from soap.api.predictions import LargePrediction
+from soap.api.large_plans import LargePrediction
 from soap.cli.command import OPTIONS, Parser, UsageError, refuse_given
 from soap.cli.options import reading_options
 from soap.cli.plain_text import aligned, and_more, attributes, listed, milliseconds
