@@ -30,8 +30,8 @@ from typing import Any
 from benchmarks.pages import give
 from soap import api
 from soap.api.fitting import fits
-from soap.api.models import planned_graph
 from soap.api.large_plans import large_prediction
+from soap.api.models import planned_graph
 from soap.errors import SoapError
 from soap.search.options import SearchOptions
 from soap.simulator.simulate import MANY_TILES, Simulator

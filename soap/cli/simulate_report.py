@@ -92,7 +92,7 @@ def large_report(args: argparse.Namespace, simulator: Simulator, strategy: Strat
         "model": simulator.graph.name,
         "cluster": {"name": simulator.topology.name, "devices": simulator.topology.device_count},
         "strategy": name,
-        "folded": {"copies": found.copies, "tiles": found.tiles},
+        "folded": {"copies": found.copies, "tiles": found.tiles, "microbatches": found.microbatches},
         "predicted_ns": found.makespan_ns,
         "most_memory_bytes": found.peak_bytes,
         "available_memory_bytes": found.available_bytes,
@@ -107,8 +107,9 @@ def large_text(report: dict[str, Any]) -> str:
     held = f"up to {format_bytes(report['most_memory_bytes'])} of {format_bytes(report['available_memory_bytes'])}{lacks}"
     head = f"{report['model']} on {cluster['name']} ({cluster['devices']} devices)\n"
     alike, tiles = folded["copies"], f"{folded['tiles']:,} tiles"
-    copied = f"{alike} copies of the model do the same: two were simulated, {tiles}"
-    head += f"note: {copied if alike > 1 else f'{tiles}: time and memory alone; with --explain or --timeline all of it, in minutes'}"
+    few = f", and {folded['microbatches']} micro-batches at most: the rest follows on a line" if folded["microbatches"] else ""
+    copied = f"{alike} copies of the model do the same: two were simulated, {tiles}{few}"
+    head += f"note: {copied if alike > 1 else f'{tiles}: time and memory alone; with --explain or --timeline all of it, in minutes{few}'}"
     return f"{head}\n\n{listed([(report['strategy'], milliseconds(report['predicted_ns'])), ('memory per device', held)])}"
 
 

@@ -69,11 +69,11 @@ class _Scaling:
         """The operator with the other length of a factor."""
         factors = list(op.factors)
         factors[factor] = replace(factors[factor], size=self.of(factors[factor].size))
-        sizes = {"flops": self.of(op.flops), "saved_bytes": self.of(op.saved_bytes), "fused_bytes": self.of(op.fused_bytes)}
+        flops, saved, fused = (self.of(size) for size in (op.flops, op.saved_bytes, op.fused_bytes))
         drawn = tuple(
             replace(own, size=self.of(own.size), count=self.of(own.count)) if own.dim.factor == factor else own for own in op.drawn
         )
-        return replace(op, factors=tuple(factors), drawn=drawn, **sizes)
+        return replace(op, factors=tuple(factors), drawn=drawn, flops=flops, saved_bytes=saved, fused_bytes=fused)
 
     def footprint(self, own: Footprint) -> Footprint:
         """The footprint of such an operator."""
