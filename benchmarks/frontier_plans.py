@@ -62,8 +62,6 @@ def said(row: Row) -> Said:
         lacking.append(f"cluster of {row['gpu']}")
     if row["model"].get("experts"):
         lacking.append("mixture of experts")
-    if (row["cp"] or 1) > 1:
-        lacking.append("context parallelism")
     schedule, virtual = str(row["schedule"]), row["virtual_stages"] or 1
     name = "1f1b"
     if row["pp"] > 1:
@@ -174,13 +172,14 @@ def topology_of(row: Row) -> Topology:
 
 def strategy_of(row: Row, own: Said, graph: OperatorGraph, topology: Topology) -> Strategy:
     """The row's plan."""
-    scatters = row["tp"] > 1 and "sequence" in f"{row['recompute']} {row['kernels']}"
+    context, scatters = row["cp"] or 1, row["tp"] > 1 and "sequence" in f"{row['recompute']} {row['kernels']}"
     if row["pp"] > 1:
         strategy = by_layers(
-            graph, topology, stages=row["pp"], microbatches=own.microbatches, schedule=own.schedule, tensor=row["tp"], scatters=scatters
-        )
+            graph, topology, stages=row["pp"], microbatches=own.microbatches, schedule=own.schedule, tensor=row["tp"], scatters=scatters,
+            context=context,
+        )  # fmt: skip
     else:
-        strategy = hybrid(graph, topology, tensor=row["tp"], microbatches=own.microbatches, scatters=scatters)
+        strategy = hybrid(graph, topology, tensor=row["tp"], microbatches=own.microbatches, scatters=scatters, context=context)
         strategy = in_micro_batches(graph, strategy, own.microbatches)
     if own.sharding != "none":
         strategy = ADDED[own.sharding](graph, topology, strategy)

@@ -9,10 +9,11 @@ import pytest
 
 from soap import api
 from soap.api import large_plans
-from soap.api.large_plans import OFF_LINE, large_prediction, on_line
+from soap.api.large_plans import large_prediction
 from soap.cli import simulate
 from soap.schedules.named import parse
 from soap.simulator.folded import FoldedSimulation
+from soap.simulator.steady import OFF_LINE, on_line
 from soap.strategy.megatron import staged
 from soap.strategy.named import named
 from soap.strategy.stages import stages_of

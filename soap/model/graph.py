@@ -389,6 +389,11 @@ class OperatorGraph:
         return {}
 
     @cached_property
+    def tensor_parallel(self) -> list[Any]:
+        """The answer of ``strategy.tensor_parallel_chains.find_chains``, in a list; empty before it is asked for."""
+        return []
+
+    @cached_property
     def shares(self) -> dict[tuple[str, tuple[int, ...]], Any]:
         """What ``simulator.memory.footprint`` says of tiles (``Shares``), by operator and lengths of the tile's intervals. It depends on
         nothing else, and the tiles of an operator mostly have equal lengths."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from soap.cluster.topology import Topology
 from soap.search.allowed_space import allowed_syncs
 from soap.search.constraints import brought_inside
-from soap.search.grid import MOST_EVALUATED, MOST_TILES, mixtures, pipelines_may_pay
+from soap.search.grid import MOST_EVALUATED, MOST_TILES, mixtures, pipelines_may_pay, played_tiles
 from soap.search.layer_placement import layer_placement
 from soap.search.lossy import lossy_starts, lossy_ways
 from soap.search.offloading import budgeted_offloading, offloading_starts, with_offloading
@@ -34,7 +34,6 @@ from soap.search.starts import (
     reference_strategies,
     starting_strategies,
 )
-from soap.simulator.simulate import tile_count
 from soap.strategy.config import Strategy
 from soap.strategy.named import (
     OFFLOAD,
@@ -172,10 +171,12 @@ class _More:
         for own in found:
             at_most_ns = PROMISING * self._least_ns
             hopeless = own.expected_ns > at_most_ns or (own.lacking_bytes > 0 and at_most_ns < inf)
-            if hopeless or (own.stages > 1 and options.pipelines is False) or count == MOST_EVALUATED:
+            if count == MOST_EVALUATED or (count and left < 0):
+                break
+            if hopeless or (own.stages > 1 and options.pipelines is False):
                 continue
             strategy = named(own.name, space.graph, topology)
-            left -= tile_count(strategy)
+            left -= played_tiles(strategy, own.stages)
             allowed = are_allowed(strategy.parameters, space.syncs) and is_legal(space, topology, strategy)
             if not allowed or (count and left < 0) or not keeps_stages(space, strategy):
                 continue

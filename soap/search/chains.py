@@ -211,7 +211,7 @@ class _Run:
         self._show()
         first, budget = self.recorder.best, self.options.budget
         assert first is not None
-        if is_cut(first.strategy):
+        if is_cut(first.strategy) and self.evaluator.steady(first.strategy) is None:  # of which each proposal would take seconds
             self._pipelines(first, budget // 2)
             budget -= budget // 2
         self._chains([start for start in self.recorder.starts if not is_cut(start.strategy)], budget)

@@ -20,10 +20,10 @@ from soap.cluster.topology import Topology
 from soap.model.batch import MAX_MICROBATCHES, samples_of
 from soap.model.graph import Operator, OperatorGraph
 from soap.plan.copies import LEFT
-from soap.search.pipelines import CHUNKS, PER_STAGE
+from soap.search.pipelines import CHUNKS
 from soap.search.rough_costs import RoughCosts
 from soap.simulator.memory.footprint import kept_share, product_share
-from soap.simulator.simulate import MOST_PLANNED_TILES
+from soap.simulator.simulate import MOST_PLANNED_TILES, tile_count
 from soap.strategy.config import Strategy
 from soap.strategy.grids import tensor_parallel_width
 from soap.strategy.megatron import hybrid
@@ -33,10 +33,12 @@ from soap.strategy.tensor_parallel_chains import find_chains
 
 EXTENTS = MappingProxyType({"": STAYS, SELECTIVE: LIGHT, RECOMPUTE: RECOMPUTED})
 """What is put on top of a strategy so that all runs are recomputed -> to which extent."""
-MOST_STAGES = 8
-MOST_EVALUATED = 12
+MOST_STAGES = 64
+MOST_EVALUATED = 24
 MOST_TILES = 2**20
 """All that are simulated together, but for the first one, have at most so many tiles: 2^18 take 4 to 8 s of a core."""
+FEW = 3
+"""Of more micro-batches than stages, so many more than these are played at once (``simulator.steady``), three times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +73,19 @@ def mixtures(graph: OperatorGraph, topology: Topology, rough: RoughCosts, optimi
                 busy_ns = own.passes_ns + own.again_ns[extent]
                 filled_ns, least_ns = (busy_ns + busy_ns * (stages - 1) // (parts * chunks) for chunks in (1, max(CHUNKS)))
                 kept_bytes = own.kept_bytes[extent] * min(stages, parts) // parts
-                owned = copies > 1 and (copies <= LEFT or LEFT * len(graph.operators) * tensor * parts <= MOST_PLANNED_TILES)
+                few = min(parts, FEW + stages)
+                owned = copies > 1 and (copies <= LEFT or LEFT * len(graph.operators) * tensor * few <= MOST_PLANNED_TILES)
                 states = optimizer_states / copies if owned else optimizer_states
                 held_bytes = round(own.trained_bytes * (2 + states)) // stages + kept_bytes
                 name = _name(tensor, stages, parts, owned=owned, again=again)
                 lacking_bytes = max(0, held_bytes - min(topology.memory_limits))
                 found.append(Mixture(name, stages, again, filled_ns, least_ns, lacking_bytes))
     return sorted(found, key=lambda one: (one.lacking_bytes, one.expected_ns))
+
+
+def played_tiles(strategy: Strategy, stages: int) -> int:
+    """Tiles that are played to tell a mixture's time."""
+    return tile_count(strategy) * min(strategy.microbatches, 3 * (FEW + stages)) // strategy.microbatches
 
 
 def pipelines_may_pay(topology: Topology, found: Sequence[Mixture], at_most_ns: float) -> bool:
@@ -96,12 +104,8 @@ def _widths(graph: OperatorGraph, topology: Topology) -> list[int]:
 
 
 def _parts(most: int, stages: int) -> list[int]:
-    """Numbers of micro-batches: the most that leave each copy a sample, up to ``PER_STAGE`` for each stage, and half as many; without
-    stages all powers of two."""
-    if stages == 1:
-        return [2**k for k in range(most.bit_length())]
-    last = 2 ** (min(most, PER_STAGE * stages).bit_length() - 1) if most else 0
-    return sorted({last // 2, last} - {0, *range(2, stages)})
+    """Numbers of micro-batches: all that leave each copy one, two, four or more samples at a time; with stages, no fewer than these."""
+    return sorted({most >> k for k in range(most.bit_length()) if most % 2**k == 0 and (stages == 1 or most >> k >= stages)})
 
 
 def _name(tensor: int, stages: int, parts: int, *, owned: bool, again: str) -> str:

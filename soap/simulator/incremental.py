@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable
+from math import inf
 
 from soap.simulator.compiled.machine_code import ENGINE
 from soap.simulator.compiled.memory_sum import FITS
@@ -15,11 +16,15 @@ from soap.simulator.folded_bound import alike, folded_engine
 from soap.simulator.folding import Folding, fold
 from soap.simulator.memory.memory_sum import MemorySum
 from soap.simulator.shared import Shared
-from soap.simulator.simulate import CACHED_STRATEGIES, MOST_PLANNED_TILES, REST, Simulation, Simulator, is_large, tile_count
+from soap.simulator.simulate import CACHED_STRATEGIES, MOST_PLANNED_TILES, REST, Recent, Simulation, Simulator, is_large, tile_count
+from soap.simulator.steady import Played, few_are_enough, steadily_played
 from soap.strategy.config import OpConfig, Strategy, SyncConfig
 
 MOST_CHANGES = 16
 """A strategy that differs from the one an engine holds in more operators and parameters than this is lowered from scratch."""
+
+CACHED_STEADY = 256
+"""So many answers about plans of many micro-batches are kept: peaks of all devices."""
 
 MOST_FOLDED = 2
 """So many engines of two of many equal copies are kept: strategies that are folded alike are proposals to one."""
@@ -45,6 +50,7 @@ class IncrementalSimulator:
         self._engines: list[_Holder] = []
         self._folded: list[tuple[Folding, _Holder]] = []
         self._answers: OrderedDict[Hashable, int] = OrderedDict()
+        self._steady: Recent[tuple[Played | None]] = Recent(CACHED_STEADY)
 
     @staticmethod
     def begins_at_once() -> bool:
@@ -73,10 +79,23 @@ class IncrementalSimulator:
 
     def overflow_bytes(self, strategy: Strategy) -> int:
         """Bytes of memory that the devices lack, added up, as ``Simulator.cost`` has them."""
+        if (steady := self.steady(strategy)) is not None:
+            return steady.overflow_bytes(self._simulator)
         holder, folding = self._holding(strategy)
         if not self._simulator.is_refused(strategy) and holder.certainly_fits():
             return 0
         return self._simulator.overflow_of_played(strategy, holder.engine, folding)
+
+    def steady(self, strategy: Strategy) -> Played | None:
+        """A plan of very many tiles from few of its micro-batches (``steady``); None if it is played whole."""
+        if tile_count(strategy) <= MOST_PLANNED_TILES or not few_are_enough(self._simulator, strategy):
+            return None
+        key = self._simulator.key(strategy)
+        found = self._steady.recall(key)
+        if found is None:
+            found = (steadily_played(self._simulator, strategy, self.draws),)
+            self._steady.keep(key, found)
+        return found[0]
 
     def folding(self, strategy: Strategy, syncs: Iterable[SyncConfig]) -> Folding | None:
         """A large strategy as two of its copies, whose parameters may have those of ``syncs`` that ``Folding.syncs`` has; None if it is
@@ -94,6 +113,8 @@ class IncrementalSimulator:
 
     def peak_share(self, strategy: Strategy) -> float:
         """As ``Simulator.peak_share``."""
+        if (steady := self.steady(strategy)) is not None:
+            return inf if steady.lacking_bytes else self._simulator.share(steady.peaks)
         holder, folding = self._holding(strategy)
         return self._simulator.share_of_played(strategy, holder.engine, folding)
 
@@ -131,6 +152,8 @@ class IncrementalSimulator:
         return _Holder(self._engine(), simulator.optimizer_states, strategy)
 
     def _simulate(self, strategy: Strategy) -> int:
+        if (steady := self.steady(strategy)) is not None:
+            return steady.makespan_ns
         distances = [holder.distance(strategy) for holder in self._engines]
         nearest = distances.index(min(distances)) if distances else 0
         anew = not distances or distances[nearest] > MOST_CHANGES

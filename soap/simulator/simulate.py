@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
+from soap.model.other_batch import with_samples
 from soap.plan.compression.training import PLAIN, PlannedTraining
 from soap.plan.plan import Plan
 from soap.plan.syncs.clipping import refusal
@@ -209,6 +210,7 @@ class Simulator:
         self._folded: Recent[FoldedSimulation] = Recent(KEPT_FOLDED)
         self._foldings: Recent[Folding | str] = Recent(KEPT_FOLDED)
         self._copies_builders = CopiesBuilders(graph, topology, training)
+        self._of_samples: Recent[Simulator | str] = Recent(KEPT_FOLDED)
 
     @cached_property
     def shared(self) -> Shared:
@@ -221,6 +223,16 @@ class Simulator:
     def data_parallel(self) -> Strategy:
         """Data parallelism over all devices, with which plans are compared."""
         return named(DATA_PARALLEL, self.graph, self.topology)
+
+    def of_samples(self, samples: int) -> Simulator | str:
+        """The simulator of the same model with so many samples, or why there is none, in one line. Keeps the last ones."""
+        found = self._of_samples.recall(samples)
+        if found is None:
+            graph = with_samples(self.graph, samples)
+            own = self.topology, self.costs, self.optimizer_states, self.training
+            found = graph if isinstance(graph, str) else Simulator(graph, *own)
+            self._of_samples.keep(samples, found)
+        return found
 
     @property
     def costs_hash(self) -> str:
@@ -295,7 +307,7 @@ class Simulator:
         refused = isinstance(outcome, Simulation) and _is_refused(outcome.plan)
         if refused or lacking_on_hosts(outcome.host_memory, self.topology):
             return inf
-        return self._share(outcome.peak_bytes)
+        return self.share(outcome.peak_bytes)
 
     def overflow_of_played(self, strategy: Strategy, engine: Engine, folding: Folding | None = None) -> int:
         """The second half of ``cost``, of a strategy that an engine holds or proposes; with ``folding`` as two of its copies."""
@@ -305,7 +317,7 @@ class Simulator:
     def share_of_played(self, strategy: Strategy, engine: Engine, folding: Folding | None = None) -> float:
         """``peak_share`` of a strategy that an engine holds or proposes; with ``folding`` as two copies."""
         peaks, lacking = self.played_in(strategy, engine, folding)
-        return inf if lacking else self._share(peaks)
+        return inf if lacking else self.share(peaks)
 
     def played_in(self, strategy: Strategy, engine: Engine, folding: Folding | None) -> tuple[Sequence[int], int]:
         """(the peak to expect on each device, bytes that hosts lack), as an engine has played it; of a plan by which the training cannot
@@ -319,7 +331,8 @@ class Simulator:
         on_hosts = lacking_on_hosts(host_use(plan, self.topology, self.optimizer_states), self.topology)
         return self._expected(plan, engine, self.topology), on_hosts
 
-    def _share(self, peaks: Sequence[int]) -> float:
+    def share(self, peaks: Sequence[int]) -> float:
+        """The largest share of its memory that a device fills."""
         return max(peak / limit for peak, limit in zip(peaks, self.topology.memory_limits, strict=True))
 
     def _expected(self, plan: Plan, engine: Engine, topology: Topology) -> Sequence[int]:

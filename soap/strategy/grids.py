@@ -58,22 +58,35 @@ def largest_divisor(number: int, limit: int) -> int:
 
 
 def grouped(
-    op: Operator, order: Sequence[int], width: int, factor: int | None = None, periods: int = 1
-) -> OpConfig:
+    op: Operator,
+    order: Sequence[int],
+    width: int,
+    factor: int | None = None,
+    periods: int = 1,
+    *,
+    context: int = 1,
+    sequence: int | None = None,
+) -> OpConfig:  # fmt: skip
     """Samples split over groups of ``width`` neighbouring devices. Inside a group ``factor`` is split over the devices; without a factor
     every device of the group computes the same.
 
-    ``periods``: how many blocks lie side by side in ``factor``; each device gets its part of every block.
+    ``periods``: how many blocks lie side by side in ``factor``; each device gets its part of every block. ``context``: so many neighbouring
+    groups have the same samples; they share ``sequence``, or without such a factor do the same. It may be ``factor`` too: then positions
+    are split over the groups, and inside them.
     """
-    groups, sample = len(order) // width, sample_factor(op)
+    groups, sample = len(order) // (width * context), sample_factor(op)
     degrees = [1] * len(op.factors)
     if sample is not None:
         degrees[sample] = min(groups, op.factors[sample].size)
     if factor is not None:
         degrees[factor] = periods * width
+    if sequence is not None:
+        degrees[sequence] *= context
     inside, across = width if factor is None else 1, groups if sample is None else 1
-    devices = _grouped_devices(tuple(order), width, tuple(degrees), sample, factor, inside, across)
-    return OpConfig(tuple(degrees), devices, inside * across)
+    around = context if sequence is None else 1
+    places = sample, sequence, factor
+    devices = _grouped_devices(tuple(order), width, context, tuple(degrees), places, (across, around, inside))
+    return OpConfig(tuple(degrees), devices, inside * around * across)
 
 
 def shared(op: Operator, order: Sequence[int], samples: int) -> OpConfig:
@@ -85,14 +98,20 @@ def shared(op: Operator, order: Sequence[int], samples: int) -> OpConfig:
 
 @lru_cache(256)
 def _grouped_devices(
-    order: tuple[int, ...], width: int, degrees: tuple[int, ...], sample: int | None, factor: int | None, inside: int, across: int
+    order: tuple[int, ...],
+    width: int,
+    context: int,
+    degrees: tuple[int, ...],
+    places: tuple[int | None, int | None, int | None],
+    replicas: tuple[int, int, int],
 ) -> tuple[int, ...]:
-    groups = len(order) // width
+    groups, (sample, sequence, factor) = len(order) // (width * context), places
     devices: list[int] = []
-    for replica, cell in product(range(inside * across), product(*map(range, degrees))):
-        group = replica // inside if sample is None else cell[sample] * groups // degrees[sample]
-        rank = replica % inside if factor is None else cell[factor] % width
-        devices.append(order[group * width + rank])
+    for replica, cell in product(product(*map(range, replicas)), product(*map(range, degrees))):
+        group = replica[0] if sample is None else cell[sample] * groups // degrees[sample]
+        rank = replica[2] if factor is None else cell[factor] % width
+        part = replica[1] if sequence is None else cell[sequence] // (degrees[sequence] // context)
+        devices.append(order[(group * context + part) * width + rank])
     return tuple(devices)
 
 

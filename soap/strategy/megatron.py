@@ -48,22 +48,29 @@ def sequence_parallel(graph: OperatorGraph, topology: Topology, tensor: int | No
 
 
 def hybrid(
-    graph: OperatorGraph, topology: Topology, *, tensor: int, pipeline: int = 1, microbatches: int = 1, scatters: bool = False
+    graph: OperatorGraph,
+    topology: Topology,
+    *,
+    tensor: int,
+    pipeline: int = 1,
+    microbatches: int = 1,
+    scatters: bool = False,
+    context: int = 1,
 ) -> Strategy:
     """``megatron`` with groups of ``tensor`` neighbouring devices, and with the operators in ``pipeline`` stages of about equal work, each
-    on a group of its own (Narayanan et al. 2021). So each copy of the model takes ``tensor * pipeline`` neighbouring devices.
-    ``microbatches``, ``scatters``: as in ``staged``.
+    on a group of its own (Narayanan et al. 2021). So each copy of the model takes ``tensor * context * pipeline`` neighbouring devices.
+    ``microbatches``, ``scatters``, ``context``: as in ``staged``.
 
     StrategyError if the number of devices is not a multiple of that, or there are more stages than operators.
     """
-    _require_groups(graph, topology, tensor, pipeline)
+    _require_groups(graph, topology, tensor * context, pipeline)
     blocks = balanced_blocks(operator_work(graph), pipeline)
     for chain in find_chains(graph):
         first = blocks[min(chain.factors)]
         for i in chain.factors:
             blocks[i] = first
-    groups = copied_stages(topology, tensor=tensor, pipeline=pipeline)
-    return staged(graph, topology, blocks, groups, tensor=tensor, microbatches=microbatches, scatters=scatters)
+    groups = copied_stages(topology, tensor=tensor * context, pipeline=pipeline)
+    return staged(graph, topology, blocks, groups, tensor=tensor, microbatches=microbatches, scatters=scatters, context=context)
 
 
 def three_dimensional(
@@ -116,13 +123,15 @@ def staged(
     tensor: int = 1,
     microbatches: int = 1,
     scatters: bool = False,
+    context: int = 1,
 ) -> Strategy:
     """``megatron`` in groups of ``tensor`` devices with each operator on the devices of its stage. ``blocks``: by operator, its stage; a
     chain of tensor parallelism is in one of them. ``stages``: the devices of each, a multiple of ``tensor``. ``microbatches``: what the
     strategy will have; operators whose samples are too few for all devices of a stage are repeated on several. ``scatters``: as
-    ``sequence_parallel`` does."""
-    placement = _Placement(graph, [tuple(stages[block]) for block in blocks], topology.device_count, scatters=scatters)
-    if microbatches > 1:
+    ``sequence_parallel`` does. ``context``: so many neighbouring groups share the positions of their samples' sequences."""
+    orders = [tuple(stages[block]) for block in blocks]
+    placement = _Placement(graph, orders, topology.device_count, scatters=scatters, context=context)
+    if microbatches > 1 or context > 1:
         placement.repeat_few(MicroBatches(graph, microbatches))
     return placement.place(tensor)
 
@@ -132,22 +141,38 @@ def _everywhere(graph: OperatorGraph, topology: Topology, *, scatters: bool = Fa
 
 
 class _Placement:
-    """One strategy being made. ``orders``: by operator, its stage's devices. ``scatters``: cheap operators are split along sequences."""
+    """One strategy being made. ``orders``: by operator, its stage's devices. ``scatters``: cheap operators are split along sequences.
+    ``context``: so many neighbouring groups share positions."""
 
-    def __init__(self, graph: OperatorGraph, orders: Sequence[tuple[int, ...]], device_count: int, *, scatters: bool = False) -> None:
+    def __init__(
+        self, graph: OperatorGraph, orders: Sequence[tuple[int, ...]], device_count: int, *, scatters: bool = False, context: int = 1
+    ) -> None:  # fmt: skip
         self._graph, self._orders, self._device_count, self._scatters = graph, orders, device_count, scatters
-        self._chains = find_chains(graph)
+        self._chains, self._context = find_chains(graph), context
+        self._positions = positions(graph, context)
         self._chosen: dict[int, OpConfig] = {}
         self._few: dict[int, OpConfig] = {}
         self._gathered: set[int] = set()
 
     def repeat_few(self, cut: MicroBatches) -> None:
         """Where micro-batches have fewer samples than a stage has devices, divide them among groups of devices that do the same
-        (``grids.shared``), unless tensor parallelism finds something better."""
+        (``grids.shared``), unless tensor parallelism finds something better. In groups that share positions, so are these."""
         for i, op in enumerate(self._graph.operators):
-            factor = sample_factor(op)
-            if factor is not None and (least := cut.least_size(i, factor)) < len(self._orders[i]):
+            factor, count = sample_factor(op), len(self._orders[i])
+            if factor is None:
+                continue
+            least = cut.least_size(i, factor)
+            if i in self._positions:
+                groups = count // self._context
+                width = next(width for width in range(1, groups + 1) if groups % width == 0 and groups // width <= least)
+                self._few[i] = self._grouped(i, width)
+            elif least < count:
                 self._few[i] = shared(op, self._orders[i], least)
+
+    def _grouped(self, i: int, width: int, factor: int | None = None, periods: int = 1) -> OpConfig:
+        """The operator in groups of devices, which share positions if it has some."""
+        own = self._graph.operators[i]
+        return grouped(own, self._orders[i], width, factor, periods, context=self._context, sequence=self._positions.get(i))
 
     def place(self, most: int) -> Strategy:
         """The strategy with groups of at most ``most`` devices."""
@@ -158,7 +183,7 @@ class _Placement:
             if own > 1:
                 self._gathered.update(chain.rows)
                 for i, factor in chain.factors.items():
-                    self._chosen[i] = grouped(graph.operators[i], self._orders[i], own, factor, chain.periods.get(i, 1))
+                    self._chosen[i] = self._grouped(i, own, factor, chain.periods.get(i, 1))
         self._split_vocabularies(width)
         self._repeat_between(width)
         return settled(graph, fill(graph, self._orders, self._few | self._chosen), self._device_count)
@@ -171,10 +196,10 @@ class _Placement:
                 continue
             entries, matrix = table(self._graph, op), dense(self._graph, op) if i in last else None
             if entries is not None and entries.entries > entries.width and op.factors[entries.factor].size >= width:
-                self._chosen[i] = grouped(op, self._orders[i], width, entries.factor)
+                self._chosen[i] = self._grouped(i, width, entries.factor)
                 self._gathered.add(i)
             elif matrix is not None and matrix.outputs > matrix.inputs and op.factors[matrix.column].size >= width:
-                self._chosen[i] = grouped(op, self._orders[i], width, matrix.column)
+                self._chosen[i] = self._grouped(i, width, matrix.column)
 
     def _repeat_between(self, width: int) -> None:
         """Repeat cheap operators on all devices of a group where they read the sums of a split part and lead to another one; or split them
@@ -194,7 +219,7 @@ class _Placement:
             read, made = (sum(prod(graph.tensors[own.tensor].shape) for own in side) for side in (op.inputs, op.outputs))
             if op.flops <= max(CHEAP_FLOPS_PER_ELEMENT * made, CHEAP_FLOPS_PER_INPUT * read):
                 factor = splits.following(op)
-                self._chosen[i] = grouped(op, self._orders[i], width, factor)
+                self._chosen[i] = self._grouped(i, width, factor)
                 self._gathered.add(i)
                 if factor is not None:
                     splits.split(op, factor)
@@ -297,13 +322,18 @@ def context_parallel(graph: OperatorGraph, topology: Topology) -> Strategy:
     What cannot follow positions, such as a loss that takes all positions of a sample for one another, is data parallel on all devices.
     """
     width, order = tensor_parallel_width(topology), device_order(topology)
-    splits = SequenceSplits(graph, width)
-    chosen: dict[int, OpConfig] = {}
+    chosen = {i: grouped(graph.operators[i], order, width, factor) for i, factor in positions(graph, width).items()}
+    return settled(graph, fill(graph, [order] * len(graph.operators), chosen), topology.device_count)
+
+
+def positions(graph: OperatorGraph, width: int) -> dict[int, int]:
+    """By operator that follows the positions of sequences: the factor to split in so many parts."""
+    splits, found = SequenceSplits(graph, width), dict[int, int]()
     for i, op in enumerate(graph.operators) if width > 1 else ():
         factor = splits.following(op)
         if factor is None:
             factor = splits.beginning(op)
         if factor is not None:
-            chosen[i] = grouped(op, order, width, factor)
+            found[i] = factor
             splits.split(op, factor)
-    return settled(graph, fill(graph, [order] * len(graph.operators), chosen), topology.device_count)
+    return found

@@ -93,7 +93,13 @@ def table(graph: OperatorGraph, op: Operator) -> Table | None:
 
 
 def find_chains(graph: OperatorGraph) -> list[Chain]:
-    """Disjoint chains, in graph order of their first matrices."""
+    """Disjoint chains, in graph order of their first matrices; found once for a graph."""
+    if not graph.tensor_parallel:
+        graph.tensor_parallel.append(_find_chains(graph))
+    return list(graph.tensor_parallel[0])
+
+
+def _find_chains(graph: OperatorGraph) -> list[Chain]:
     chains: list[Chain] = []
     taken: set[int] = set()
     for position, op in enumerate(graph.operators):
