@@ -171,6 +171,29 @@ def page(rows: Sequence[Row], groups: Sequence[Mapping[str, Any]], outcomes: Map
     return "\n".join(lines)
 
 
+def drawn(rows: Sequence[Row], outcomes: Mapping[str, Outcome], path: Path) -> None:
+    """Write a picture: predicted step times by measured ones, a colour for each family."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 6.5), layout="constrained")
+    axes, palette = figure.add_subplot(), matplotlib.colormaps["tab20"]
+    families: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for row in rows:
+        if row["step_ms"] and not outcomes[row["id"]].lacking:
+            families[row["family"]].append((row["step_ms"] / 1e3, outcomes[row["id"]].step_ms / 1e3))
+    for number, (name, points) in enumerate(sorted(families.items())):
+        axes.scatter(*zip(*points, strict=True), s=14, alpha=0.8, label=f"{name} ({len(points)})", color=palette(number % 20))
+    every = [value for points in families.values() for point in points for value in point]
+    ends = min(every, default=1.0), max(every, default=10.0)
+    for share, style in ((1.0, "-"), (1.25, ":"), (0.8, ":")):
+        axes.plot(ends, [share * end for end in ends], style, color="#666666", linewidth=0.8)
+    axes.set(xscale="log", yscale="log", xlabel="measured, s a step", ylabel="predicted, s a step (dotted: 25% more, 20% less)")
+    axes.legend(loc="upper left", fontsize=7, frameon=False)
+    with matplotlib.rc_context({"svg.hashsalt": "soap"}):
+        figure.savefig(path, metadata={"Date": None})
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point."""
     parser = argparse.ArgumentParser(prog="frontier", description=(__doc__ or "").splitlines()[0])
@@ -182,7 +205,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--resume", type=Path, metavar="FILE", help="do not predict the rows in this JSON file again; others are added")
     parser.add_argument("--processes", type=int, default=2, metavar="N", help="predict so many rows at a time (2)")
     parser.add_argument("--json", action="store_true", help="print outcomes as JSON")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="write the page here instead of printing it")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write the page here, and a picture beside it, instead of printing it")
     args = parser.parse_args(argv)
     rows, groups = (json.loads(path.read_text(encoding="utf-8")) for path in (args.rows, args.groups))
     rows = [row for row in rows if row["tier"] in args.tier and (not args.only or row["id"] in args.only)]
@@ -191,6 +214,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.json:
         print(json.dumps([asdict(own) for own in outcomes.values()], indent=1))
         return 0
+    if args.write is not None:
+        drawn(rows, outcomes, args.write.with_suffix(".svg"))
     give(page(rows, groups, outcomes, "python -m benchmarks.frontier"), args.write)
     return 0
 
