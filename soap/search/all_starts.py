@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from soap.cluster.topology import Topology
 from soap.search.allowed_space import allowed_syncs
 from soap.search.constraints import brought_inside
-from soap.search.grid import MOST_EVALUATED, MOST_TILES, mixtures, pipelines_may_pay, played_tiles
+from soap.search.grid import MOST_EVALUATED, MOST_TILES, mixtures, pipelines_may_pay
 from soap.search.layer_placement import layer_placement
 from soap.search.lossy import lossy_starts, lossy_ways
 from soap.search.offloading import budgeted_offloading, offloading_starts, with_offloading
@@ -152,7 +152,9 @@ class _More:
             for name, own in away.items():
                 self.evaluate(name, own.strategy)
         wanted = True if options.starts is not None and PIPELINE in options.starts else options.pipelines
-        wanted = False if wanted is None and not may_pay else wanted
+        best = min((start for start in recorder.starts if start.fits), key=lambda start: start.cost_ns, default=None)
+        many = best is not None and evaluator.steady(best.strategy) is not None  # a pipeline of its own kind would take minutes to tell
+        wanted = False if wanted is None and (many or not may_pay) else wanted
         pipeline = pipeline_start(self.space, topology, evaluator, recorder.starts, wanted=wanted, named=options.starts is not None)
         if pipeline is not None:
             self.evaluate(PIPELINE, pipeline)
@@ -176,7 +178,7 @@ class _More:
             if hopeless or (own.stages > 1 and options.pipelines is False):
                 continue
             strategy = named(own.name, space.graph, topology)
-            left -= played_tiles(strategy, own.stages)
+            left -= own.tiles
             allowed = are_allowed(strategy.parameters, space.syncs) and is_legal(space, topology, strategy)
             if not allowed or (count and left < 0) or not keeps_stages(space, strategy):
                 continue

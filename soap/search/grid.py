@@ -23,7 +23,7 @@ from soap.plan.copies import LEFT
 from soap.search.pipelines import CHUNKS
 from soap.search.rough_costs import RoughCosts
 from soap.simulator.memory.footprint import kept_share, product_share
-from soap.simulator.simulate import MOST_PLANNED_TILES, tile_count
+from soap.simulator.simulate import MOST_PLANNED_TILES
 from soap.strategy.config import Strategy
 from soap.strategy.grids import tensor_parallel_width
 from soap.strategy.megatron import hybrid
@@ -45,7 +45,8 @@ FEW = 3
 class Mixture:
     """A name, the time of a step by rough costs if all stages end together, and the bytes that a device then lacks by a rough estimate.
     ``least_ns``: the same if as many chunks as any schedule has on each stage fill the pipeline sooner. ``again``: how all runs are
-    recomputed, ``RECOMPUTE`` or but for their products (``SELECTIVE``); empty if none is."""
+    recomputed, ``RECOMPUTE`` or but for their products (``SELECTIVE``); empty if none is. ``tiles``: so many are played to tell its time:
+    of two copies, and of many micro-batches few (``simulator.steady``)."""
 
     name: str
     stages: int
@@ -53,6 +54,7 @@ class Mixture:
     expected_ns: int
     least_ns: int
     lacking_bytes: int
+    tiles: int
 
 
 def mixtures(graph: OperatorGraph, topology: Topology, rough: RoughCosts, optimizer_states: int, *, recompute: bool) -> list[Mixture]:
@@ -79,13 +81,9 @@ def mixtures(graph: OperatorGraph, topology: Topology, rough: RoughCosts, optimi
                 held_bytes = round(own.trained_bytes * (2 + states)) // stages + kept_bytes
                 name = _name(tensor, stages, parts, owned=owned, again=again)
                 lacking_bytes = max(0, held_bytes - min(topology.memory_limits))
-                found.append(Mixture(name, stages, again, filled_ns, least_ns, lacking_bytes))
+                tiles = min(copies, LEFT) * len(graph.operators) * tensor * min(parts, 3 * few)
+                found.append(Mixture(name, stages, again, filled_ns, least_ns, lacking_bytes, tiles))
     return sorted(found, key=lambda one: (one.lacking_bytes, one.expected_ns))
-
-
-def played_tiles(strategy: Strategy, stages: int) -> int:
-    """Tiles that are played to tell a mixture's time."""
-    return tile_count(strategy) * min(strategy.microbatches, 3 * (FEW + stages)) // strategy.microbatches
 
 
 def pipelines_may_pay(topology: Topology, found: Sequence[Mixture], at_most_ns: float) -> bool:

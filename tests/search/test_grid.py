@@ -88,7 +88,7 @@ def test_what_fits_comes_first_then_what_is_fast() -> None:
 
 
 def test_pipelines_may_pay_where_one_that_keeps_everything_fits_and_is_fast() -> None:
-    fits = Mixture("megatron:1x2", 2, "", 100, 80, 0)
+    fits = Mixture("megatron:1x2", 2, "", 100, 80, 0, 1)
     assert pipelines_may_pay(TOPOLOGY, [fits], 80) and not pipelines_may_pay(TOPOLOGY, [fits], 79)
     for other in (replace(fits, again="selective"), replace(fits, stages=1), replace(fits, lacking_bytes=1)):
         assert not pipelines_may_pay(TOPOLOGY, [other], 80)
@@ -104,7 +104,7 @@ def test_only_what_is_expected_to_be_faster_than_what_fits_is_evaluated(fits: bo
     topology = replace(TOPOLOGY, limits=(int(0.9 * needed) if fits else 100,) * TOPOLOGY.device_count)
     simulator = Simulator(GRAPH, topology, RooflineCosts(topology))
     names = "sequence_parallel:2x2+zero1+recompute+microbatches:4", "megatron:1x2+zero1+recompute+microbatches:2"
-    known = [Mixture(names[0], 2, RECOMPUTE, 1, 1, 0), Mixture(names[1], 2, RECOMPUTE, 2**60, 2**60, 0)]
+    known = [Mixture(names[0], 2, RECOMPUTE, 1, 1, 0, 1), Mixture(names[1], 2, RECOMPUTE, 2**60, 2**60, 0, 1)]
     monkeypatch.setattr(all_starts, "mixtures", lambda *own, **options: known)
     asked = list[bool | None]()
     monkeypatch.setattr(all_starts, "pipeline_start", lambda *own, wanted, named: asked.append(wanted))
