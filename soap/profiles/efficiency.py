@@ -59,10 +59,11 @@ def shares(device: DeviceType, kind: str, kernel: Kernel, *, backward: bool = Fa
 
 def _flash_attention(rate: float, scores: Scores, backward: bool) -> float:
     """The share of the peak, by the table of the GPU whose peak is nearest to a rate."""
-    table = min(_value("flash_attention").values(), key=lambda own: abs(log(own["peak"] / rate)))
+    tables: list[Mapping[str, Any]] = list(_value("flash_attention").values())
+    table = min(tables, key=lambda own: abs(log(own["peak"] / rate)))
     widths = table[f"{'masked' if scores.masked else 'full'} {'backward' if backward else 'forward'}"]
     by_width = {int(width): _between(dict(zip(table["lengths"], own, strict=True)), scores.keys) for width, own in widths.items()}
-    return _between(by_width, scores.width) * 1e12 / table["peak"] * (BACKWARD_PRODUCTS if backward else 1.0)
+    return _between(by_width, scores.width) * 1e12 / float(table["peak"]) * (BACKWARD_PRODUCTS if backward else 1.0)
 
 
 def _between(known: Mapping[int, float], wanted: int) -> float:
@@ -70,7 +71,7 @@ def _between(known: Mapping[int, float], wanted: int) -> float:
     for (low, less), (high, more) in pairwise(known.items()):
         if wanted <= high:
             return less + (more - less) * log(max(wanted, low) / low) / log(high / low)
-    return next(reversed(known.values()))
+    return known[max(known)]
 
 
 def update_seconds(device: DeviceType, optimizer_states: int) -> float | None:

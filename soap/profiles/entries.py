@@ -148,8 +148,8 @@ def _kernel(kernel: Kernel) -> list[Any]:
 
 
 def _decode_kernel(values: Sequence[Any]) -> Kernel:
-    scores = Scores(*values[9:11], bool(values[11])) if len(values) > 11 else None
-    return Kernel(*values[:7], *map(bool, values[7:9]), scores=scores)
+    kernel, scores = Kernel(*values[:7], *map(bool, values[7:9])), values[9:]
+    return replace(kernel, scores=Scores(scores[0], scores[1], bool(scores[2]))) if scores else kernel
 
 
 LARGEST = 2**62
@@ -160,7 +160,7 @@ _Size = Annotated[int, Schema(minimum=0, maximum=LARGEST)]
 _Sizes = Annotated[tuple[_Size, ...], Schema(maxItems=1000)]
 _NotNegative = Annotated[float, Schema(minimum=0, maximum=LARGEST)]
 _Times = tuple[Positive, _NotNegative]
-_Kernel = Annotated[tuple[Word, _NotNegative, *(_Size,) * 10], Schema(minItems=5)]
+_Kernel = Annotated[tuple[Word, _NotNegative, _Size, _Size, _Size, _Size, _Size, _Size, _Size, _Size, _Size, _Size], Schema(minItems=5)]
 _Work = Annotated[tuple[_Kernel, ...], Schema(maxItems=10)]
 _RECORD = record(
     (LAUNCH,), kind=Word, family=Word, lengths=_Sizes, regions=_Sizes, entire=bool, forward_ns=_Times, backward_ns=None | _Times,

@@ -98,7 +98,7 @@ class Attended(nn.Module):
         self.weight = nn.Parameter(torch.ones(64))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return (nn.functional.scaled_dot_product_attention(q, k, v) * self.weight).mean()
+        return torch.mean(nn.functional.scaled_dot_product_attention(q, k, v) * self.weight)
 
 
 def test_scores_of_an_attention_come_with_its_work_and_through_json() -> None:
