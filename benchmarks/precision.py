@@ -58,7 +58,7 @@ def predicted(graph: OperatorGraph, topology: Topology) -> tuple[float, float]:
 
 
 def _is_bound_by_memory(kernel: Kernel, device: DeviceType, kind: str, backward: bool) -> bool:
-    share = efficiency.shares(device, kind, kernel.dtype, backward=backward, unaligned=kernel.unaligned)
+    share = efficiency.shares(device, kind, kernel, backward=backward)
     moving = (kernel.traffic_bytes - kernel.fused_bytes) / (device.memory_bandwidth_bytes_per_second * share.memory)
     return moving > kernel.flops / (device.flops(kernel.dtype) * share.arithmetic)
 

@@ -43,7 +43,7 @@ from soap.cluster.yaml_file import parse_cluster
 from soap.errors import SoapError
 from soap.files import write_text_atomically
 from soap.model.graph import OperatorGraph
-from soap.profiles.efficiency import ATTENTION
+from soap.profiles.work import ATTENTION
 from soap.strategy.classical import NAMED, data_parallel, hybrid, single_device
 from soap.strategy.config import Strategy
 from soap.strategy.grids import uniform_config

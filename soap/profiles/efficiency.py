@@ -3,6 +3,8 @@
 The shares stand in ``soap/profiles/data/efficiency.json`` beside the measurements that they come from. They hold for GPUs whose sheet has
 a rate for TF32. Of older ones ``PEAK_SHARE`` of the peak is assumed, and the share of the bandwidth that others measured on a V100.
 
+Attention in 16-bit types has a table by length, width of heads and mask for each generation of GPUs.
+
 Of a device whose rates were measured (products of 4096 x 4096, a large copy) a share counts relative to what such products reach.
 """
 
@@ -13,16 +15,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from itertools import pairwise
+from math import log
 from typing import Any
 
 from soap.cluster.topology import DeviceType
 from soap.model.dtypes import TF32
 from soap.model.graph import RECURRENT_KINDS
+from soap.profiles.work import ATTENTION, Kernel, Scores
 
 PEAK_SHARE = 0.75
 """Share of a data sheet's peak rate that operators reach, as PyTorch's own estimator assumes (``torch.utils._runtime_estimation``)."""
 
-ATTENTION = "scaled_dot_product_attention"
+BACKWARD_PRODUCTS = 4 / 5
+"""Of the products that tables of flash attention count in a backward pass, those that ``work`` counts: it leaves out the scores' second
+computation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,18 +40,38 @@ class Shares:
     memory: float
 
 
-def shares(device: DeviceType, kind: str, dtype: str, *, backward: bool = False, unaligned: bool = False) -> Shares:
-    """What operators of this kind reach on a device, computing in this type. ``unaligned``: see ``work.Kernel``."""
+def shares(device: DeviceType, kind: str, kernel: Kernel, *, backward: bool = False) -> Shares:
+    """What a kernel of an operator of this kind reaches on a device."""
     if not _knows(device):
         return Shares(1.0 if device.is_measured else PEAK_SHARE, memory_share(device))
+    dtype = kernel.dtype_on(device.kind)
     product, family = _value("product").get(dtype, PEAK_SHARE), _family(kind, backward)
     arithmetic = _value(family).get(dtype, product)
-    if unaligned and family == "product":
+    if kernel.unaligned and family == "product":
         arithmetic = _value("unaligned_product").get(dtype, arithmetic)
+    if kernel.scores is not None and dtype in ("bfloat16", "float16"):
+        arithmetic = _flash_attention(device.flops(dtype), kernel.scores, backward)
     memory = _value("kind_memory_backward" if backward else "kind_memory").get(kind, {}).get(dtype, _value("memory"))
     if device.is_measured:
         return Shares(arithmetic / _value("large_product").get(dtype, product), memory / _value("memory"))
     return Shares(arithmetic, memory)
+
+
+def _flash_attention(rate: float, scores: Scores, backward: bool) -> float:
+    """The share of the peak, by the table of the GPU whose peak is nearest to a rate."""
+    tables: list[Mapping[str, Any]] = list(_value("flash_attention").values())
+    table = min(tables, key=lambda own: abs(log(own["peak"] / rate)))
+    widths = table[f"{'masked' if scores.masked else 'full'} {'backward' if backward else 'forward'}"]
+    by_width = {int(width): _between(dict(zip(table["lengths"], own, strict=True)), scores.keys) for width, own in widths.items()}
+    return _between(by_width, scores.width) * 1e12 / float(table["peak"]) * (BACKWARD_PRODUCTS if backward else 1.0)
+
+
+def _between(known: Mapping[int, float], wanted: int) -> float:
+    """Linear in the logarithm between the nearest sizes that are known; beyond them, what the outermost has."""
+    for (low, less), (high, more) in pairwise(known.items()):
+        if wanted <= high:
+            return less + (more - less) * log(max(wanted, low) / low) / log(high / low)
+    return known[max(known)]
 
 
 def update_seconds(device: DeviceType, optimizer_states: int) -> float | None:

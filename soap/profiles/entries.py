@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar
 from soap.model.json_text import Form, Schema, read_as, record, schema_of
 from soap.plan.compression.seam import Work
 from soap.profiles.keys import TileKey, Word
-from soap.profiles.work import Kernel
+from soap.profiles.work import Kernel, Scores
 from soap.strategy.compression import Compression, written_settings
 
 UPDATE, COPY, RUNTIME, COMPRESSION = "update", "copy", "runtime", "compression"
@@ -141,12 +141,15 @@ def decode(given: Mapping[str, Any]) -> Entry:
 
 def _kernel(kernel: Kernel) -> list[Any]:
     own = [kernel.dtype, kernel.flops, kernel.traffic_bytes, kernel.calls, kernel.inner_calls]
-    more = [kernel.apart_bytes, kernel.fused_bytes, int(kernel.unaligned), *([1] if kernel.widened else [])]
+    scores = () if kernel.scores is None else map(int, kernel.scores)
+    widened = [int(kernel.widened)] if kernel.widened or kernel.scores else []
+    more = [kernel.apart_bytes, kernel.fused_bytes, int(kernel.unaligned), *widened, *scores]
     return [*own, *more] if any(more) else own
 
 
 def _decode_kernel(values: Sequence[Any]) -> Kernel:
-    return Kernel(*values[:7], *map(bool, values[7:]))
+    kernel, scores = Kernel(*values[:7], *map(bool, values[7:9])), values[9:]
+    return replace(kernel, scores=Scores(scores[0], scores[1], bool(scores[2]))) if scores else kernel
 
 
 LARGEST = 2**62
@@ -157,7 +160,7 @@ _Size = Annotated[int, Schema(minimum=0, maximum=LARGEST)]
 _Sizes = Annotated[tuple[_Size, ...], Schema(maxItems=1000)]
 _NotNegative = Annotated[float, Schema(minimum=0, maximum=LARGEST)]
 _Times = tuple[Positive, _NotNegative]
-_Kernel = Annotated[tuple[Word, _NotNegative, _Size, _Size, _Size, _Size, _Size, _Size, _Size], Schema(minItems=5)]
+_Kernel = Annotated[tuple[Word, _NotNegative, _Size, _Size, _Size, _Size, _Size, _Size, _Size, _Size, _Size, _Size], Schema(minItems=5)]
 _Work = Annotated[tuple[_Kernel, ...], Schema(maxItems=10)]
 _RECORD = record(
     (LAUNCH,), kind=Word, family=Word, lengths=_Sizes, regions=_Sizes, entire=bool, forward_ns=_Times, backward_ns=None | _Times,

@@ -142,9 +142,8 @@ def runtime_seconds(device: DeviceType) -> float:
 
 def _kernel_seconds(kernel: Kernel, device: DeviceType, kind: str, backward: bool) -> float:
     """On a GPU light calls have kernels of their own, behind the operator's; on a CPU their operands are still in the caches."""
-    dtype = kernel.dtype_on(device.kind)
-    share = efficiency.shares(device, kind, dtype, backward=backward, unaligned=kernel.unaligned)
-    rate, bandwidth = device.flops(dtype) * share.arithmetic, device.memory_bandwidth_bytes_per_second * share.memory
+    share = efficiency.shares(device, kind, kernel, backward=backward)
+    rate, bandwidth = device.flops(kernel.dtype_on(device.kind)) * share.arithmetic, device.memory_bandwidth_bytes_per_second * share.memory
     if device.kind == "cpu":
         calls = (kernel.calls + kernel.inner_calls) * device.kernel_seconds
         return max(kernel.flops / rate, kernel.traffic_bytes / bandwidth) + calls

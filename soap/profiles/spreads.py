@@ -36,10 +36,9 @@ from soap.cluster.presets import LOCAL, family
 from soap.cluster.topology import DeviceType, Topology
 from soap.model.graph import PRODUCT_KINDS, RECURRENT_KINDS, OperatorGraph
 from soap.plan.tiling import Tile
-from soap.profiles.efficiency import ATTENTION
 from soap.profiles.keys import SPARSE_LOOKUP, TileKeys
 from soap.profiles.lookup import Answer, ProfiledCosts, Source
-from soap.profiles.work import LOOKUP_KINDS
+from soap.profiles.work import ATTENTION, LOOKUP_KINDS
 from soap.simulator.costs import CostModel
 from soap.simulator.draws import Communicated, Error
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
+from typing import NamedTuple
 
 from soap.model.dtypes import is_differentiable
 from soap.model.graph import RECURRENT_KINDS, Operand, Operator, OperatorGraph
@@ -17,6 +18,8 @@ from soap.model.regions import Box, volume
 from soap.plan.row_counts import all_lookups, parameters_held
 from soap.plan.tiling import NARROW_PRODUCTS, Tile, is_widened, iteration_points
 from soap.strategy.division import Half
+
+ATTENTION = "scaled_dot_product_attention"
 
 LOOKUP_KINDS = frozenset({"embedding", "embedding_bag", "equal_bags"})
 """Operators that read only those rows of their parameter that the input names: at most as much as they write."""
@@ -50,13 +53,21 @@ ALIGNED_BYTES = 16
 multiples of 8 elements of two bytes)."""
 
 
+class Scores(NamedTuple):
+    """Scores of an attention: keys of each query, width of a head, and whether a mask lets kernels skip some."""
+
+    keys: int
+    width: int
+    masked: bool
+
+
 @dataclass(frozen=True, slots=True)
 class Kernel:
     """One pass over an operator's data. ``dtype``: of the arithmetic. ``inner_calls``: further calls inside its own, on a CPU.
     ``apart_bytes``: of ``traffic_bytes``, what its light calls (casts, pointwise ones, copies) pass to each other. ``fused_bytes``: of
     ``traffic_bytes``, what kernels on GPUs neither write nor read. ``unaligned``: rows of an operand in a lower type do not begin at
     multiples of ``ALIGNED_BYTES``. ``widened``: processors compute it in float32. ``views``: of ``calls``, those for which a GPU has
-    nothing to do."""
+    nothing to do. ``scores``: of an attention."""
 
     dtype: str
     flops: float
@@ -68,6 +79,7 @@ class Kernel:
     unaligned: bool = False
     widened: bool = False
     views: int = 0
+    scores: Scores | None = None
 
     def dtype_on(self, device: str) -> str:
         """The type in which a device of this kind computes."""
@@ -148,7 +160,11 @@ def _kernel(graph: OperatorGraph, tile: Tile, flops: float, traffic_bytes: int, 
     saved, fused = (SAVED_TRAFFIC * _share(size, op, tile) if saves else 0 for size in (op.saved_bytes, op.fused_bytes))
     calls, inner = len(op.calls) or 1, _inner_calls(graph, op)
     marks = _is_unaligned(tile, dtype), wide and dtype != "float32"
-    return Kernel(dtype, flops, traffic_bytes + saved, calls, inner, saved - fused, fused, *marks, op.views)
+    scores = None
+    if op.kind == ATTENTION:
+        (*_, (first, last), (low, high)) = tile.inputs[1]
+        scores = Scores(last - first, high - low, op.skipped_share > 0)
+    return Kernel(dtype, flops, traffic_bytes + saved, calls, inner, saved - fused, fused, *marks, op.views, scores)
 
 
 def _is_unaligned(tile: Tile, dtype: str) -> bool:

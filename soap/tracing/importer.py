@@ -38,7 +38,7 @@ from soap.model.graph import (
     is_rounded_by_default,
 )
 from soap.tracing.autocast import Autocast, Caster, ListOf
-from soap.tracing.calls import Call, Program, Value
+from soap.tracing.calls import Call, Program, Value, argument
 from soap.tracing.compiled import OperatorProgram, ProgramStep
 from soap.tracing.decompose import decompose
 from soap.tracing.execute import TracedModel
@@ -79,6 +79,8 @@ def is_view(call: Call, program: Program, out_of_order: Collection[str]) -> bool
     if call.kind in _RESHAPING:
         source = call.operands[0]
         return source not in out_of_order or not _merges(program.values[source].shape, program.values[call.outputs[0]].shape)
+    if call.kind in ("dropout", "feature_dropout"):
+        return not argument(call, "train") or not argument(call, "p")
     return call.kind in _PERMUTING | _SAME_ORDER
 
 

@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.gpu.efficiency import all_figures
+from benchmarks.gpu.efficiency import SMALLEST_NS, _rows, all_figures
 from soap import api
 from soap.cluster.presets import device_types
 from soap.cluster.topology import DeviceType
 from soap.plan.tiling import tiles_of
 from soap.profiles.efficiency import PEAK_SHARE, Shares, figures, memory_share, shares, update_seconds
+from soap.profiles.entries import Entry, Timing, decode, encode
+from soap.profiles.keys import TileKey
 from soap.profiles.roofline import RooflineCosts, work_seconds
-from soap.profiles.work import Kernel, backward_work, forward_work
+from soap.profiles.work import ATTENTION, Kernel, Scores, backward_work, forward_work
 from soap.simulator.costs import nanoseconds
 from soap.strategy.classical import single_device
 from soap.tracing.importer import import_program
 from tests.graph_builder import GraphBuilder
 from tests.strategies import CPU, cluster
 
-H200, P100 = device_types()["h200"], device_types()["p100"]
+A100, H200, P100 = (device_types()[name] for name in ("a100-80gb", "h200", "p100"))
 MEASURED = replace(H200, source="measured")
+
+
+def plain(dtype: str, **options: Any) -> Kernel:
+    return Kernel(dtype, 1e9, 1, 1, **options)
 
 
 def test_the_file_has_what_was_measured() -> None:
@@ -36,9 +44,9 @@ def test_the_file_has_what_was_measured() -> None:
 
 def test_devices_of_which_nothing_is_known() -> None:
     older = figures()["older_memory"]
-    assert shares(P100, "conv2d", "float32") == shares(P100, "linear", "float16") == Shares(PEAK_SHARE, older)
-    assert shares(replace(P100, source="measured"), "linear", "float32") == Shares(1.0, 1.0)
-    assert shares(CPU, "linear", "float32").memory == memory_share(replace(P100, source="measured")) == 1.0
+    assert shares(P100, "conv2d", plain("float32")) == shares(P100, "linear", plain("float16")) == Shares(PEAK_SHARE, older)
+    assert shares(replace(P100, source="measured"), "linear", plain("float32")) == Shares(1.0, 1.0)
+    assert shares(CPU, "linear", plain("float32")).memory == memory_share(replace(P100, source="measured")) == 1.0
     assert memory_share(P100) == older
     assert update_seconds(CPU, 2) is None
 
@@ -50,20 +58,64 @@ def test_devices_of_which_nothing_is_known() -> None:
         ("linear", "bfloat16", {"unaligned": True}, "unaligned_product"),
         ("linear", "float32", {"unaligned": True}, "product"),
         ("conv2d", "tf32", {}, "convolution"),
-        ("lstm", "tf32", {"backward": True}, "recurrent"),
-        ("scaled_dot_product_attention", "bfloat16", {}, "attention"),
-        ("scaled_dot_product_attention", "bfloat16", {"backward": True}, "attention_backward"),
+        ("lstm", "tf32", {}, "recurrent"),
+        (ATTENTION, "bfloat16", {}, "attention"),
+        (ATTENTION, "float32", {"scores": Scores(8192, 128, True)}, "attention"),
     ],
 )
-def test_a_kind_has_its_own_share(kind: str, dtype: str, options: dict[str, bool], name: str) -> None:
+def test_a_kind_has_its_own_share(kind: str, dtype: str, options: dict[str, Any], name: str) -> None:
     own = figures()[name][dtype]
-    assert shares(H200, kind, dtype, **options).arithmetic == own
-    assert shares(MEASURED, kind, dtype, **options).arithmetic == pytest.approx(own / figures()["large_product"][dtype])
+    assert shares(H200, kind, plain(dtype, **options)).arithmetic == own
+    assert shares(MEASURED, kind, plain(dtype, **options)).arithmetic == pytest.approx(own / figures()["large_product"][dtype])
+
+
+def test_attention_of_an_unknown_shape_goes_back_by_what_was_measured() -> None:
+    assert shares(H200, ATTENTION, plain("bfloat16"), backward=True).arithmetic == figures()["attention_backward"]["bfloat16"]
+
+
+def test_flash_attention_is_as_fast_as_its_table_says() -> None:
+    """By hand: 182 of 312 TFLOP/s on an A100, 8192 steps of width 128, of which the backward pass counts four products of five."""
+    found = [shares(A100, ATTENTION, plain("bfloat16", scores=Scores(8192, 128, True)), backward=way).arithmetic for way in (False, True)]
+    assert found == pytest.approx([182 / 312, 182 / 312 * 0.8])
+    halfway = [shares(A100, ATTENTION, plain("float16", scores=Scores(keys, 128, False))).arithmetic for keys in (64, 512, 724, 1024, 2**20)]
+    assert halfway == pytest.approx([151 / 312, 151 / 312, 162 / 312, 173 / 312, 203 / 312], rel=1e-3)
+    assert shares(A100, ATTENTION, plain("bfloat16", scores=Scores(512, 32, True))).arithmetic == pytest.approx(88 / 312)
+
+
+@pytest.mark.parametrize(("heads", "keys", "width"), [(32, 128, 64), (8, 512, 64), (8, 1024, 64), (2, 4096, 128), (1, 8192, 128)])
+def test_the_table_of_an_h200_has_what_was_measured_there(heads: int, keys: int, width: int) -> None:
+    (row,) = [r for r in _rows("attention", "bfloat16") if r["shape"][0] == heads and r["shape"][2:] == [keys, width]]
+    kernel = plain("bfloat16", scores=Scores(keys, width, True))
+    for way, times in (("forward", 1), ("backward", 2)):
+        share = shares(H200, ATTENTION, kernel, backward=way == "backward").arithmetic
+        measured = times * row["flops"] / (row[f"{way}_ns"] - SMALLEST_NS) * 1e9 / 989.5e12
+        assert share == pytest.approx(measured, rel=0.07), way
+
+
+class Attended(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(64))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.mean(nn.functional.scaled_dot_product_attention(q, k, v) * self.weight)
+
+
+def test_scores_of_an_attention_come_with_its_work_and_through_json() -> None:
+    inputs = tuple(torch.zeros(2, 4, steps, 64, dtype=torch.bfloat16) for steps in (128, 256, 256))
+    graph = import_program(torch.export.export(Attended(), inputs), name="attended").graph
+    (position,) = (i for i, op in enumerate(graph.operators) if op.kind == ATTENTION)
+    (tile,) = tiles_of(graph, position, single_device(graph, cluster([1])).operators[graph.operators[position].name])
+    assert {kernel.scores for kernel in forward_work(graph, tile)} == {Scores(256, 64, False)}
+    for scores in (None, Scores(256, 64, True)):
+        kernel = Kernel("bfloat16", 2.0, 3, 4, 5, 6, 7, unaligned=True, scores=scores)
+        entry = Entry(ATTENTION, TileKey("f", (1,), (), True), Timing(1.0, 0.0), None, 3, (kernel,), (), "2026-01-02T03:04:05+00:00")
+        assert decode(json.loads(json.dumps(encode(entry)))) == entry
 
 
 def test_large_products_of_a_measured_device_reach_nearly_what_was_measured() -> None:
-    assert all(0.7 < shares(MEASURED, "linear", dtype).arithmetic <= 1 for dtype in ("float32", "tf32", "bfloat16", "float16"))
-    assert shares(MEASURED, "gelu", "float32").memory == 1.0 > shares(H200, "gelu", "float32").memory
+    assert all(0.7 < shares(MEASURED, "linear", plain(dtype)).arithmetic <= 1 for dtype in ("float32", "tf32", "bfloat16", "float16"))
+    assert shares(MEASURED, "gelu", plain("float32")).memory == 1.0 > shares(H200, "gelu", plain("float32")).memory
 
 
 def test_light_calls_have_kernels_of_their_own_on_a_gpu() -> None:

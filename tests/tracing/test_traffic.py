@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -120,3 +121,24 @@ def test_what_views_say_is_no_part_of_the_graphs_identity(tmp_path: Path) -> Non
     graph = graph_of(heads, tmp_path)
     changed = replace(graph, operators=tuple(replace(op, views=0, fused_bytes=0) for op in graph.operators))
     assert changed.hash == graph.hash
+
+
+def test_a_gpu_s_norm_by_the_root_of_means_is_one_kernel(tmp_path: Path) -> None:
+    """It keeps its input and one number a row in float32, beside what is squared, and passes nothing on."""
+    export(Lambda(lambda x: nn.functional.rms_norm(x, (WIDTH,))), (torch.randn(B, S, WIDTH),), path=tmp_path / "m.pt2", verify=False)
+    reading: dict[str, Any] = {"plan_only": True, "dtype": "bfloat16"}
+    on_cpu, on_gpu = (load_model(str(tmp_path / "m.pt2"), autocast_device=device, **reading).graph for device in ("cpu", "cuda"))
+    (norm,) = (op for op in on_gpu.operators if op.kind == "rms_norm")
+    assert norm.fused_bytes == SIZE == norm.saved_bytes - SIZE // 2  # the rest is read by the square behind it
+    own = on_gpu.footprints[norm.name][0]
+    assert (own.kept_bytes, own.forward_bytes, own.keeps) == (4 * B * S + SIZE // 2, 0, frozenset({0}))
+    assert on_cpu.footprints[norm.name][0].kept_bytes > SIZE  # several calls there, in float32
+
+
+@pytest.mark.parametrize("p", [0.0, 0.5])
+def test_dropout_of_nothing_is_no_launch(p: float, tmp_path: Path) -> None:
+    graph = graph_of(lambda x: nn.functional.dropout(x.sin(), p), tmp_path)
+    (op,) = (op for op in graph.operators if any("dropout" in call for call in op.calls))
+    assert (op.views, bool(op.drawn)) == ((1, False) if p == 0 else (0, True))
+    unwritten = sum("dropout" in call for call in op.calls) * SIZE if p == 0 else 0
+    assert op.fused_bytes >= unwritten and (p == 0 or op.fused_bytes == 0)

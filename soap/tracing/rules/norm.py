@@ -19,6 +19,7 @@ from soap.model.graph import WHOLE
 from soap.model.regions import Interval
 from soap.tracing.calls import BufferRef
 from soap.tracing.rules.notation import Local, Maps, Scope, Tiled, View, blocks, einsum, rule
+from soap.tracing.torch_parts import stands_for_gpu
 
 
 def next_state(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -282,16 +283,41 @@ def instance_norm(view: View) -> Tiled:
     return Tiled(tuple(scope.factors), (maps, *rest), (maps,), flops=8 * prod(shape), saved_bytes=2 * view.itemsize * prod(shape))
 
 
+class _RmsNorm(torch.autograd.Function):
+    """The memory that CUDA's one kernel for it takes: it keeps a number for each row beside its operands."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, normalized: int) -> torch.Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[: x.dim() - normalized], dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), None if weight is None else torch.empty_like(weight), None
+
+
+def _run_norm(local: Local) -> Any:
+    if local.call.kind == "rms_norm" and stands_for_gpu():
+        rows = len(local.get("normalized_shape"))
+        return _RmsNorm.apply(local.tensors[0], (*local.tensors[1:], None)[0], rows)  # type: ignore[no-untyped-call]
+    return local.plain()
+
+
 @rule("aten.layer_norm", "aten.rms_norm", "aten.native_layer_norm")
 def layer_norm(view: View) -> Tiled:
-    """The normalised dimensions are needed whole; all others are free. The name in core ATen also gives mean and deviation."""
+    """The normalised dimensions are needed whole; all others are free. The name in core ATen also gives mean and deviation. On a GPU it is
+    one kernel."""
     shape = view.shapes[0]
     normalized = len(view.get("normalized_shape"))
     scope = Scope()
     maps = (*scope.like(shape[: len(shape) - normalized], "b"), *(WHOLE,) * normalized)
     rest = tuple((WHOLE,) * len(s) for s in view.shapes[1:])
-    outputs = (maps,) * len(view.output_shapes)
-    return Tiled(tuple(scope.factors), (maps, *rest), outputs, flops=8 * prod(shape), saved_bytes=2 * view.itemsize * prod(shape))
+    outputs, saved = (maps,) * len(view.output_shapes), 2 * view.itemsize * prod(shape)
+    return Tiled(
+        tuple(scope.factors), (maps, *rest), outputs, run=_run_norm, flops=8 * prod(shape), saved_bytes=saved, fused_bytes=saved,
+        lean=view.call.kind == "rms_norm",
+    )  # fmt: skip
 
 
 def _groups(call: View | Local) -> int:

@@ -119,7 +119,8 @@ def masked(view: View) -> int:
 def dropout(view: View) -> Tiled:
     """Pointwise, with a mask drawn for it."""
     # An upper bound: the mask is kept for the backward pass.
-    return pointwise(view, run=run_dropout, saved_bytes=prod(view.output_shapes[0]) * view.itemsize, drawn=masked(view))
+    saved, drawn = prod(view.output_shapes[0]) * view.itemsize, masked(view)
+    return pointwise(view, run=run_dropout, saved_bytes=saved, fused_bytes=0 if drawn else saved, drawn=drawn)
 
 
 def _run_native_dropout(local: Local) -> tuple[torch.Tensor, torch.Tensor]:
