@@ -284,7 +284,7 @@ def pipelines(draw: st.DrawFn, cut: MicroBatches, device_count: int) -> tuple[di
     """``Strategy.stages`` and a schedule that serves them."""
     names = [op.name for op in cut.graph.operators][1:]
     chunks = 1 + draw(st.integers(0, min(5, len(names))))
-    others = ("accumulation", "1f1b", "zb-h1", "interleaved:2", "interleaved:3")
+    others = ("accumulation", "1f1b", "zb-h1", "zb-2p", "v-half", "interleaved:2", "interleaved:3")
     legal = (None, "gpipe", "gpipe:2", "gpipe:2:v") + (() if cut.barriers else others)
     each = {name: 1 if name is None else parse(name).chunks for name in legal}
     served = [name for name, own in each.items() if chunks % own == 0 and chunks // own <= device_count]

@@ -162,7 +162,7 @@ def test_an_order_that_contradicts_a_barrier_names_the_operator() -> None:
         ({"stages": {"first": 1, "second": 0}}, "operator 'second' of chunk 0 reads what 'first' of chunk 1 makes; expected it in"),
         ({"stages": {"third": 1}}, "operator 'third' of stage 1 runs on device 0, as 'first' of stage 0 does; expected each stage to have"),
         ({"stages": {"third": 1}, "schedule": "interleaved:3"}, "schedule 'interleaved:3' with 2 chunks; expected a multiple of 3"),
-        ({"schedule": "nothing"}, r"no schedule is named 'nothing'; expected one of .*interleaved:N, zb-h1$"),
+        ({"schedule": "nothing"}, r"no schedule is named 'nothing'; expected one of .*interleaved:N, zb-h1, .*dualpipe-v$"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(change: dict[str, object], message: str) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from soap.schedules.contract import PLACEMENTS, Schedule, Shape
+from soap.schedules.contract import PLACEMENTS, Schedule, Shape, stage_by_stage
 from soap.schedules.table import MOST_CHUNKS, Action
 
 
@@ -23,7 +23,7 @@ def _actions(shape: Shape, stage: int) -> Iterator[Action]:
 SCHEDULE = Schedule(
     name="accumulation",
     summary="one micro-batch after the other; least memory, no overlap",
-    actions=_actions,
+    actions=stage_by_stage(_actions),
     most_chunks=MOST_CHUNKS,
     placements=PLACEMENTS,
 )

@@ -1,4 +1,4 @@
-"""The seam behind which schedules are: a shape, a contract, and the function that lists what one stage does.
+"""The seam behind which schedules are: a shape, a contract, and the function that lists what stages do.
 
 Each schedule is a file of its own with a ``SCHEDULE``; ``named`` lists them. All other code asks for the contract's properties, never for
 the name.
@@ -6,8 +6,9 @@ the name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, get_args
 
 from soap.errors import ScheduleError
@@ -57,6 +58,15 @@ class Shape:
         return [self.chunk(stage, local) for local in range(self.chunks)]
 
 
+def stage_by_stage(own: Callable[[Shape, int], Iterator[Action]]) -> Callable[[Shape], Iterable[Iterable[Action]]]:
+    """The actions of all stages, from a function that lists those of one."""
+    return partial(_stage_by_stage, own)
+
+
+def _stage_by_stage(own: Callable[[Shape, int], Iterator[Action]], shape: Shape) -> Iterable[Iterable[Action]]:
+    return (own(shape, stage) for stage in range(shape.stages))
+
+
 _WORDS = {"stages": "stages", "microbatches": "micro-batches", "chunks": "chunks on each stage"}
 
 
@@ -64,18 +74,23 @@ _WORDS = {"stages": "stages", "microbatches": "micro-batches", "chunks": "chunks
 class Schedule:
     """What a schedule promises, and what it needs.
 
-    ``name``: in commands and files. ``summary``: one line for people. ``actions``: of one stage, in order. ``fewest_chunks``,
+    ``name``: in commands and files. ``summary``: one line for people. ``actions``: of each stage, in order. ``fewest_chunks``,
     ``most_chunks``: on each stage. ``placements``: that it is made for. ``meets_barriers``: whether all micro-batches reach an operator
     before one goes on, whatever chunk it is in.
     """
 
     name: str
     summary: str
-    actions: Callable[[Shape, int], Iterator[Action]]
+    actions: Callable[[Shape], Iterable[Iterable[Action]]]
     fewest_chunks: int = 1
     most_chunks: int = 1
     placements: tuple[Placement, ...] = ("loop",)
     meets_barriers: bool = False
+
+    @property
+    def usual_chunks(self) -> int:
+        """Chunks on each stage where only its name is given."""
+        return self.fewest_chunks if self.fewest_chunks == self.most_chunks else 1
 
     def table(self, shape: Shape) -> Table:
         """The table of a shape. ScheduleError in one line if this schedule does not serve it."""
@@ -84,4 +99,4 @@ class Schedule:
             raise ScheduleError(f"schedule {self.name!r} with {shape.chunks} chunks on each stage; expected {expected}")
         if shape.placement not in self.placements:
             raise ScheduleError(f"schedule {self.name!r} with placement {shape.placement!r}; expected {' or '.join(self.placements)}")
-        return Table.of(self.actions(shape, stage) for stage in range(shape.stages))
+        return Table.of(self.actions(shape))

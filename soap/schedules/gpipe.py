@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from soap.schedules.contract import PLACEMENTS, Schedule, Shape
+from soap.schedules.contract import PLACEMENTS, Schedule, Shape, stage_by_stage
 from soap.schedules.table import MOST_CHUNKS, Action
 
 
@@ -27,7 +27,7 @@ def _actions(shape: Shape, stage: int) -> Iterator[Action]:
 SCHEDULE = Schedule(
     name="gpipe",
     summary="all forward passes, then all backward passes; operators may couple samples",
-    actions=_actions,
+    actions=stage_by_stage(_actions),
     most_chunks=MOST_CHUNKS,
     placements=PLACEMENTS,
     meets_barriers=True,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from soap.schedules.contract import Schedule, Shape
+from soap.schedules.contract import Schedule, Shape, stage_by_stage
 from soap.schedules.table import MOST_CHUNKS, Action
 
 
@@ -45,7 +45,7 @@ def _actions(shape: Shape, stage: int) -> Iterator[Action]:
 SCHEDULE = Schedule(
     name="interleaved",
     summary="1F1B with several chunks on each stage; a shorter bubble for more messages and memory",
-    actions=_actions,
+    actions=stage_by_stage(_actions),
     fewest_chunks=2,
     most_chunks=MOST_CHUNKS,
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from soap.schedules.contract import Schedule, Shape
+from soap.schedules.contract import Schedule, Shape, stage_by_stage
 from soap.schedules.table import Action
 
 
@@ -24,4 +24,6 @@ def alternating(shape: Shape, stage: int) -> Iterator[Action]:
         yield Action("B", stage, microbatch)
 
 
-SCHEDULE = Schedule(name="1f1b", summary="one forward pass, one backward pass; GPipe's bubble with less memory", actions=alternating)
+SCHEDULE = Schedule(
+    name="1f1b", summary="one forward pass, one backward pass; GPipe's bubble with less memory", actions=stage_by_stage(alternating)
+)

@@ -171,7 +171,7 @@ def _scheduled(shape: _Shape, costs: StageCosts, found: _Known) -> Iterator[Pipe
         for chunks in (own for own in CHUNKS if schedule.fewest_chunks <= own <= schedule.most_chunks):
             if _equal_shares_ns(costs, shape, chunks) > found.worth_ns:
                 continue
-            named = NamedSchedule(schedule, chunks)
+            named = NamedSchedule(schedule, chunks, schedule.placements[0])
             try:
                 table = found.tables.table(named, len(groups.devices), shape.cut.count)
             except ScheduleError:  # too many actions
@@ -185,8 +185,8 @@ def _scheduled(shape: _Shape, costs: StageCosts, found: _Known) -> Iterator[Pipe
 def cut_into_stages(
     costs: StageCosts, groups: StageGroups, table: Table, chunks: int, banned: Integers | None = None, *, fitting: bool = False
 ) -> Partition | None:
-    """The layers as chunks of a table's stages, round by round; what fits into memory, if anything does, or if it must (``fitting``). None
-    if there is nothing: too few layers, or no stages that they may be in.
+    """The layers as chunks of a table's stages; what fits into memory, if anything does, or if it must (``fitting``). None if there is
+    nothing: too few layers, or no stages that they may be in.
 
     With several rounds the groups take the order that suits one round best."""
     flights = in_flight(table)
@@ -199,8 +199,9 @@ def cut_into_stages(
             kinds = kinds if found is None else found.kinds
         if chunks > 1:
             share = replace(chain, limit_bytes=chain.limit_bytes // chunks)
-            rounds = None if banned is None else np.tile(banned, (chunks, 1))
-            found = partition(share, kinds * chunks, [-(-own // chunks) for own in flights] * chunks, banned=rounds)
+            order = list(table.placement)
+            homes, each = tuple(kinds[stage] for stage in order), [-(-flights[stage] // chunks) for stage in order]
+            found = partition(share, homes, each, banned=None if banned is None else banned[order])
         if found is not None:
             return found
     return None

@@ -17,6 +17,7 @@ from soap.errors import ScheduleError
 from soap.schedules import csv_file
 from soap.schedules.checking import check
 from soap.schedules.named import parse
+from soap.schedules.play import equal, peaks, play
 from soap.schedules.table import Action, Table
 from tests.extent import MANY
 from tests.schedules.tables import changed_tables, tables
@@ -73,6 +74,33 @@ def test_our_zero_bubble_order_is_torchs(stages: int, microbatches: int) -> None
     """With one chunk on each stage torch's interleaved zero-bubble schedule is ZB-H1."""
     found = flat(torch_schedule(theirs.ScheduleInterleavedZeroBubble, stages, microbatches, 1).pipeline_order)
     assert found == parse("zb-h1").table(stages, microbatches)
+
+
+@MANY
+@given(st.integers(1, 8), st.integers(0, 12))
+def test_our_dualpipe_v_is_torchs(stages: int, more: int) -> None:
+    """With whole backward passes in two."""
+    whole = flat(torch_schedule(theirs.ScheduleDualPipeV, stages, 2 * stages + more, 2).pipeline_order)
+    found = Table.of([part for action in row for part in halves(action)] for row in whole.stages)
+    assert found == parse("dualpipe-v").table(stages, 2 * stages + more)
+
+
+def halves(action: Action) -> list[Action]:
+    """A whole backward pass as input and weight gradients."""
+    return [action._replace(kind=kind) for kind in ("I", "W")] if action.kind == "B" else [action]
+
+
+@MANY
+@given(st.integers(1, 8), st.integers(1, 24))
+def test_our_zb_v_is_as_quick_as_torchs(stages: int, microbatches: int) -> None:
+    """Torch's is made for 2 S - 1 micro-batches at least; ours is shorter with fewer. Neither has more in flight than the other may."""
+    table = parse("zb-v").table(stages, microbatches)
+    other = flat(torch_schedule(theirs.ScheduleZBVZeroBubble, stages, microbatches, 2).pipeline_order)
+    assert table.placement == other.placement and {*map(frozenset, table.stages)} == {*map(frozenset, other.stages)}
+    durations = equal(2 * stages, forward_ns=1, input_ns=1, weight_ns=1)
+    assert play(table, durations).makespan_ns <= play(other, durations).makespan_ns
+    ones = [1] * table.chunk_count
+    assert max(peaks(table, ones, ones)) == max(peaks(other, ones, ones)) == 2 * min(stages, microbatches)
 
 
 MULTI = [

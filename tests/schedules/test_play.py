@@ -59,6 +59,39 @@ def test_bubble_of_zb_h1(stages: int, more: int, weight_ns: int, forward_more_ns
     assert less_ns == 2 * (stages - 1) * weight_ns
 
 
+def idle_between(found: Played) -> int:
+    """The longest that a stage is idle between its own first start and its own last end."""
+    pairs = zip(found.starts_ns, found.ends_ns, found.busy_ns, strict=True)
+    return max(ends[-1] - starts[0] - busy_ns for starts, ends, busy_ns in pairs)
+
+
+@MANY
+@given(st.integers(1, 9), st.integers(1, 40))
+def test_bubbles_of_zb_1p_and_zb_2p(stages: int, microbatches: int) -> None:
+    """With equal times: as ZB-H1 in 1F1B's memory, and none between a stage's first and last action in twice of it (ZB-H2), if there are
+    enough micro-batches: 2401.10241, section 2."""
+    less, more, by_hand = (played(name, stages, microbatches) for name in ("zb-1p", "zb-2p", "zb-h1"))
+    assert more.makespan_ns <= less.makespan_ns <= by_hand.makespan_ns
+    if microbatches >= stages:
+        assert less.makespan_ns == more.makespan_ns == 3 * microbatches + stages - 1
+    if microbatches >= 2 * stages - 1:
+        assert idle_between(more) == 0
+
+
+@MANY
+@given(st.integers(1, 9), st.integers(1, 40))
+def test_bubbles_of_schedules_like_a_v(stages: int, microbatches: int) -> None:
+    """In units of half a stage, of which a micro-batch takes 6: none of ZB-V (2401.10241, section 6), about half of 1F1B's 6 (S - 1) of
+    V-Half and two thirds of V-Min (2405.15362, section 3.3), however many micro-batches there are."""
+    best, half, least = (played(name, stages, microbatches) for name in ("zb-v", "v-half", "v-min"))
+    if microbatches >= stages:
+        assert best.makespan_ns == 6 * microbatches + stages - 1
+        assert half.makespan_ns - 6 * microbatches <= 3 * stages
+        assert least.makespan_ns - 6 * microbatches <= 4 * stages
+    if microbatches >= 2 * stages - 1:
+        assert idle_between(best) == 0
+
+
 @given(st.integers(1, 9), st.integers(1, 12), st.integers(1, 50), times)
 def test_accumulation_works_on_one_stage_at_a_time(stages: int, microbatches: int, forward_ns: int, input_ns: int) -> None:
     found = played("accumulation", stages, microbatches, forward_ns, input_ns, 0)

@@ -67,8 +67,10 @@ def test_names_parse_as_they_print(named: NamedSchedule) -> None:
 
 
 def test_names_are_these() -> None:
-    assert [schedule.name for schedule in SCHEDULES] == ["accumulation", "gpipe", "1f1b", "interleaved", "zb-h1"]
-    assert forms() == "accumulation[:N], gpipe[:N], 1f1b, interleaved:N, zb-h1"
+    built = ["zb-1p", "zb-2p", "zb-v", "v-half", "v-min", "dualpipe-v"]
+    assert [schedule.name for schedule in SCHEDULES] == ["accumulation", "gpipe", "1f1b", "interleaved", "zb-h1", *built]
+    assert forms() == f"accumulation[:N], gpipe[:N], 1f1b, interleaved:N, zb-h1, {', '.join(built)}"
+    assert [str(parse(f"zb-v{rest}")) for rest in ("", ":2", ":2:v")] == ["zb-v"] * 3
     assert [form(schedule) for schedule in SCHEDULES[1:4]] == [
         "gpipe or gpipe:N or gpipe:N:v (N chunks on each stage, 1 or more)", "1f1b", "interleaved:N (N chunks on each stage, 2 or more)",
     ]  # fmt: skip
@@ -87,6 +89,8 @@ def test_names_are_these() -> None:
         ("interleaved:0", "expected interleaved:N"),
         ("interleaved:two", "expected interleaved:N"),
         ("interleaved:1000000", "expected interleaved:N"),
+        ("zb-v:1", "schedule 'zb-v:1' has 1 chunk on each stage; expected zb-v"),
+        ("zb-v:2:loop", "schedule 'zb-v:2:loop'; expected zb-v"),
         ("1f1b:2", "schedule '1f1b:2' has 2 chunks on each stage; expected 1f1b"),
         ("gpipe:2:w", "expected gpipe or gpipe:N or gpipe:N:v"),
         ("gpipe:2:v:v", "expected gpipe or gpipe:N or gpipe:N:v"),
@@ -174,6 +178,24 @@ def test_zb_h1_keeps_what_its_paper_says(stages: int, more: int, activation: int
     expected = [(stages - s) * activation + min(s, stages + more - (stages - s)) * weights for s in range(stages)]
     found = peaks(table, [activation] * stages, [weights] * stages)
     assert list(found) == expected and max(found) <= stages * activation
+
+
+@given(st.integers(1, 9), st.integers(1, 40))
+def test_what_schedules_of_blocks_keep(stages: int, microbatches: int) -> None:
+    """From F to the end of W, in parts of a stage's activations of which 1F1B keeps S, or 2 S of half a stage: 2405.15362, section 3.3."""
+    limits = {"zb-1p": stages, "zb-2p": 2 * stages, "zb-v": 2 * stages, "v-half": stages + 3, "v-min": 2 * stages / 3 + 3}
+    for name, limit in limits.items():
+        table = parse(name).table(stages, microbatches)
+        ones = [1] * table.chunk_count
+        assert max(peaks(table, ones, ones)) <= limit, name
+
+
+def test_tables_of_blocks_by_hand() -> None:
+    """The last chunk of V-Min has one micro-batch in flight, so that its W goes before its next F."""
+    assert str(parse("zb-2p").table(2, 3)) == "stage 0 0F0 0F1 0F2 0I0 0W0 0I1 0W1 0I2 0W2\nstage 1 1F0 1I0 1F1 1I1 1F2 1I2 1W0 1W1 1W2"
+    assert str(parse("v-min").table(2, 2)) == (
+        "stage 0 0F0 0F1 3F0 3I0 3W0 3F1 0I0 3I1 0W0 3W1 0I1 0W1\nstage 1 1F0 2F0 1F1 2F1 2I0 1I0 2W0 1W0 2I1 1I1 2W1 1W1"
+    )
 
 
 def test_what_is_kept_by_hand() -> None:

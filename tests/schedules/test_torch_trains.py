@@ -16,9 +16,10 @@ from tests.schedules.torch_ranks import batch, gradients_of, layers, loss, train
 CASES = [
     ("accumulation", 2, 3), ("accumulation:2:v", 2, 3), ("gpipe", 3, 4), ("gpipe:2", 2, 3), ("gpipe:2:v", 3, 2), ("1f1b", 4, 6),
     ("1f1b", 4, 2), ("interleaved:2", 2, 5), ("interleaved:3", 3, 7), ("zb-h1", 2, 5), ("zb-h1", 4, 6), ("zb-h1", 4, 2),
+    ("zb-1p", 3, 5), ("zb-2p", 4, 9), ("zb-v", 3, 4), ("v-half", 2, 5), ("v-min", 4, 5), ("dualpipe-v", 2, 3),
 ]  # fmt: skip
 """Fewer micro-batches than stages, and rounds of unequal sizes, which torch's own schedules refuse, included."""
-OFTEN = {("accumulation", 2, 3), ("gpipe:2:v", 3, 2), ("1f1b", 4, 2), ("interleaved:3", 3, 7), ("zb-h1", 4, 6)}
+OFTEN = {("accumulation", 2, 3), ("gpipe:2:v", 3, 2), ("1f1b", 4, 2), ("interleaved:3", 3, 7), ("zb-h1", 4, 6), ("v-min", 4, 5)}
 
 
 @pytest.mark.parametrize(("name", "stages", "microbatches"), rows_often(CASES, OFTEN))

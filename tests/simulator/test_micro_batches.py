@@ -209,7 +209,7 @@ def test_gradients_are_summed_once_behind_the_last_micro_batch() -> None:
     assert len(order.forward) == len(order.backward) == 3 * 2 * (STAGES + 1)
 
 
-@pytest.mark.parametrize("schedule", ["accumulation", "gpipe", "1f1b", "interleaved:2", "zb-h1"])
+@pytest.mark.parametrize("schedule", ["accumulation", "gpipe", "1f1b", "interleaved:2", "zb-h1", "zb-v"])
 def test_the_compiled_simulator_follows_any_schedule(schedule: str) -> None:
     topology, stages = cluster([STAGES + 1], CPU, 1e15, 0.0), STAGES // parse(schedule).chunks
     strategy = pipeline(schedule, stages=stages)

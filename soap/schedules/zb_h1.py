@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from soap.schedules.contract import Schedule, Shape
+from soap.schedules.contract import Schedule, Shape, stage_by_stage
 from soap.schedules.one_f_one_b import alternating
 from soap.schedules.table import Action
 
@@ -30,5 +30,5 @@ def _actions(shape: Shape, stage: int) -> Iterator[Action]:
 SCHEDULE = Schedule(
     name="zb-h1",
     summary="1F1B with weight gradients apart, which fill a part of the bubble",
-    actions=_actions,
+    actions=stage_by_stage(_actions),
 )
