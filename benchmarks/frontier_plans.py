@@ -159,7 +159,7 @@ def graph_of(row: Row, own: Said, folder: Path) -> OperatorGraph:
                 if name.endswith("norm"):
                     part.__class__ = FusedNorm
             soap.export(module.to(getattr(torch, own.precision)).train(), args, kwargs, path=path, loss=loss, verify=False)
-    return planned_graph(path)
+    return planned_graph(path, autocast_device="cuda")
 
 
 class FusedNorm(nn.Module):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from soap.cluster.kinds import known_gpu
+from soap.cluster.memory_budget import left_by_process
 from soap.cluster.presets import device_types
 from soap.cluster.yaml_file import parse_cluster
+from soap.errors import TopologyError
 from tests.cluster_text import dump_cluster
 
 
@@ -57,6 +59,18 @@ hosts: [{devices: {type: own}, cpu_cores: 8, memory: 64 GB}]
     assert [made.devices[0].type.flops(dtype) for dtype in ("tf32", "float8_e4m3fnuz", "bfloat16")] == [80e12, 300e12, 10e12]
     assert parse_cluster(dump_cluster(made)).hash == made.hash
     assert parse_cluster(text.replace("tf32: 80", "tf32: 90")).hash != made.hash
+
+
+def test_a_file_may_say_what_the_driver_reports():
+    text = """
+name: mine
+device_types:
+  own: {kind: cuda, flops: {float32: 10 TFLOP/s}, memory_bandwidth: 1 TB/s, total_memory: 24 GiB, kernel_overhead: 5 us}
+hosts: [{devices: {type: own}, cpu_cores: 8, memory: 64 GB}]
+"""
+    assert parse_cluster(text).devices[0].type.memory_bytes == left_by_process(24 * 2**30)
+    with pytest.raises(TopologyError, match=r"own.total_memory: there is also memory; expected what plans may use, or"):
+        parse_cluster(text.replace("total_memory", "memory: 20 GiB, total_memory"))
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from soap.model.graph import WHOLE
 from soap.model.regions import Interval
 from soap.tracing.calls import BufferRef
 from soap.tracing.rules.notation import Local, Maps, Scope, Tiled, View, blocks, einsum, rule
+from soap.tracing.torch_parts import stands_for_gpu
 
 
 def next_state(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -282,6 +283,24 @@ def instance_norm(view: View) -> Tiled:
     return Tiled(tuple(scope.factors), (maps, *rest), (maps,), flops=8 * prod(shape), saved_bytes=2 * view.itemsize * prod(shape))
 
 
+class _RootMeanSquare(torch.autograd.Function):
+    """The memory of the one kernel that a GPU has for ``rms_norm``: x and the weight stay, and a number a row. CPUs take several calls."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, *weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, *weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return tuple(torch.empty_like(t) if wanted else None for t, wanted in zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False))
+
+
+def _run_rms_norm(local: Local) -> Any:
+    one_kernel = stands_for_gpu() and len({tensor.dtype for tensor in local.tensors}) == 1
+    return _RootMeanSquare.apply(*local.tensors) if one_kernel else local.plain()  # type: ignore[no-untyped-call]
+
+
 @rule("aten.layer_norm", "aten.rms_norm", "aten.native_layer_norm")
 def layer_norm(view: View) -> Tiled:
     """The normalised dimensions are needed whole; all others are free. The name in core ATen also gives mean and deviation."""
@@ -290,8 +309,16 @@ def layer_norm(view: View) -> Tiled:
     scope = Scope()
     maps = (*scope.like(shape[: len(shape) - normalized], "b"), *(WHOLE,) * normalized)
     rest = tuple((WHOLE,) * len(s) for s in view.shapes[1:])
-    outputs = (maps,) * len(view.output_shapes)
-    return Tiled(tuple(scope.factors), (maps, *rest), outputs, flops=8 * prod(shape), saved_bytes=2 * view.itemsize * prod(shape))
+    outputs, is_rms = (maps,) * len(view.output_shapes), view.call.kind == "rms_norm"
+    return Tiled(
+        tuple(scope.factors),
+        (maps, *rest),
+        outputs,
+        run=_run_rms_norm if is_rms else None,
+        flops=8 * prod(shape),
+        saved_bytes=2 * view.itemsize * prod(shape),
+        lean=is_rms,
+    )
 
 
 def _groups(call: View | Local) -> int:
