@@ -18,6 +18,7 @@ from benchmarks.layers import LAYER, by_layers
 from benchmarks.published import preset_name, selected
 from benchmarks.published_models import built
 from soap import api
+from soap.api.float8 import in_float8
 from soap.api.models import planned_graph
 from soap.cluster.build import build_cluster
 from soap.cluster.presets import Shape, describe_family, device_types, families
@@ -45,6 +46,12 @@ CLUSTERS = {
 }
 """GPU of a row -> family of presets."""
 
+FLOAT8 = {
+    "fp8": "delayed", "FP8-MX": "mx", "MXFP8": "mx", "FP8": "tensorwise", "float8": "tensorwise",
+}  # fmt: skip
+"""Beginning of a row's precision -> how linear layers are scaled in float8 (``soap.api.float8``). Rows of Transformer Engine before 2025
+have delayed scaling, its default; those of Megatron-Bridge are of the recipe that it calls current scaling, or of blocks."""
+
 DOMAIN = 64
 """GPUs of a GB200 NVL72 rack that a run takes: all rows have so many, or a multiple of it, and none says which racks."""
 
@@ -65,6 +72,7 @@ class Said:
     lacking: tuple[str, ...] = ()
     assumed: tuple[str, ...] = ()
     precision: str = ""
+    float8: str = ""
     schedule: str = ""
     sharding: str = ""
     recompute: str = ""
@@ -75,8 +83,11 @@ def said(row: Row) -> Said:
     """What a row asks for."""
     lacking, assumed = [], []
     precision = str(row["precision"])
-    if not precision.lower().startswith(("bf16", "fp16")):
-        lacking.append("float8")
+    float8 = next((scaling for text, scaling in FLOAT8.items() if precision.startswith(text)), "")
+    if not float8 and not precision.lower().startswith(("bf16", "fp16")):
+        lacking.append(precision)
+    if precision == "fp8" or precision.startswith("FP8 ("):
+        assumed.append(f"float8: {float8} scaling")
     if row["gpu"] not in CLUSTERS:
         lacking.append(f"cluster of {row['gpu']}")
     elif CLUSTERS[row["gpu"]] == "gb200":
@@ -123,7 +134,8 @@ def said(row: Row) -> Said:
         elif row["pp"] > 1:
             lacking.append("micro-batch")
         parts = parts or 1
-    return Said(tuple(lacking), tuple(assumed), "float16" if precision.startswith("fp16") else "bfloat16", name, how, recompute, parts)
+    dtype = "float16" if precision.startswith("fp16") else "bfloat16"
+    return Said(tuple(lacking), tuple(assumed), dtype, float8, name, how, recompute, parts)
 
 
 FUSED_NORM = ("RMS kernel", "Transformer Engine", "torch.compile")
@@ -159,7 +171,8 @@ def graph_of(row: Row, own: Said, folder: Path) -> OperatorGraph:
                 if name.endswith("norm"):
                     part.__class__ = FusedNorm
             soap.export(module.to(getattr(torch, own.precision)).train(), args, kwargs, path=path, loss=loss, verify=False)
-    return planned_graph(path, autocast_device="cuda")
+    graph = planned_graph(path, autocast_device="cuda")
+    return in_float8(graph, topology_of(row), own.float8) if own.float8 else graph
 
 
 class FusedNorm(nn.Module):

@@ -35,7 +35,7 @@ def test_what_a_row_says() -> None:
 @pytest.mark.parametrize(
     ("changed", "lacking"),
     [
-        ({"precision": "fp8 (TE hybrid)"}, "float8"),
+        ({"precision": "NVFP4"}, "NVFP4"),
         ({"gpu": "GB300 NVL72"}, "cluster of GB300 NVL72"),
         ({"model": {**ROW["model"], "experts": 8}}, "mixture of experts"),
         ({"cp": 2}, "context parallelism"),
@@ -62,6 +62,18 @@ def test_a_rows_cluster(gpu: str, interconnect: str, each: int, name: str, insid
     assert (made.name, made.device_count) == (name, 128)
     bandwidths = [[made.links[i].bandwidth_bytes_per_second for i in made.route(*pair)] for pair in ((0, 1), (0, 64))]
     assert [min(own) for own in bandwidths] == [inside, between]
+
+
+@pytest.mark.parametrize(
+    ("precision", "scaling"),
+    [
+        ("bf16", ""), ("fp16 mixed", ""), ("fp8 (TE hybrid)", "delayed"), ("MXFP8", "mx"), ("FP8-MX", "mx"), ("FP8-CS", "tensorwise"),
+        ("float8 tensorwise + bf16", "tensorwise"),
+    ],
+)  # fmt: skip
+def test_a_rows_float8(precision: str, scaling: str) -> None:
+    own = said(row(precision=precision))
+    assert (own.lacking, own.float8, own.precision) == ((), scaling, "float16" if precision.startswith("fp16") else "bfloat16")
 
 
 def test_an_open_network_is_assumed() -> None:
