@@ -167,7 +167,9 @@ def page(rows: Sequence[Row], groups: Sequence[Mapping[str, Any]], outcomes: Map
         over = "out of memory" if one.over is None else f"{one.over:.0%}"
         lines.append(f"| {one.name} | {one.plans} | {one.right} of {one.pairs} | {one.chosen} | {over} |")
     waiting = Counter(own.lacking for own in outcomes.values() if own.lacking)
-    lines += ["", "Not said yet:", "", *(f"- {count}: {text}" for text, count in waiting.most_common()), ""]
+    lines += ["", "Not said yet:", "", *(f"- {count}: {text}" for text, count in waiting.most_common())]
+    assumed = Counter(text for row in rows if not outcomes[row["id"]].lacking for text in said(row).assumed)
+    lines += ["", "Assumed, where sources are silent:", "", *(f"- {count}: {text}" for text, count in assumed.most_common()), ""]
     return "\n".join(lines)
 
 

@@ -18,7 +18,10 @@ from benchmarks.layers import LAYER, by_layers
 from benchmarks.published import preset_name, selected
 from benchmarks.published_models import built
 from soap import api
+from soap.api.float8 import in_float8
 from soap.api.models import planned_graph
+from soap.cluster.build import build_cluster
+from soap.cluster.presets import Shape, describe_family, device_types, families
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
 from soap.strategy.config import Strategy
@@ -35,8 +38,31 @@ CLUSTERS = {
     "A100-SXM4-80GB": "a100-80gb",
     "H100-SXM5-80GB": "h100",
     "H100-SXM5-80GB 700 W": "h100",
+    "H100 96GB HBM2e (2.4 TB/s), 500 W limit": "h100-96gb-500w",
+    "H200-SXM 141GB": "h200",
+    "B200 180GB": "b200",
+    "GB200 NVL72": "gb200",
+    "GB200 NVL72 (186 GB)": "gb200",
 }
-"""GPU of a row -> family of presets. Other networks than the family's are the row's (``_network``)."""
+"""GPU of a row -> family of presets."""
+
+FLOAT8 = {
+    "fp8": "delayed", "FP8-MX": "mx", "MXFP8": "mx", "FP8": "tensorwise", "float8": "tensorwise",
+}  # fmt: skip
+"""Beginning of a row's precision -> how linear layers are scaled in float8 (``soap.api.float8``). Rows of Transformer Engine before 2025
+have delayed scaling, its default; those of Megatron-Bridge are of the recipe that it calls current scaling, or of blocks."""
+
+DOMAIN = 64
+"""GPUs of a GB200 NVL72 rack that a run takes: all rows have so many, or a multiple of it, and none says which racks."""
+
+NETWORKS = {
+    "Jean Zay": {"nics": 4, "bandwidth": "100 Gbit/s"},
+    "2 Tb/s RoCE per host": {"nics": 8, "bandwidth": "250 Gbit/s"},
+}
+"""Beginning of a row's interconnect -> NICs of a host, and what each has, where that differs from the family's."""
+
+OPEN = ("RoCE between hosts (rate not stated)", "not stated")
+"""Beginnings of interconnects whose rate between hosts is taken to be the family's."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +72,7 @@ class Said:
     lacking: tuple[str, ...] = ()
     assumed: tuple[str, ...] = ()
     precision: str = ""
+    float8: str = ""
     schedule: str = ""
     sharding: str = ""
     recompute: str = ""
@@ -56,10 +83,17 @@ def said(row: Row) -> Said:
     """What a row asks for."""
     lacking, assumed = [], []
     precision = str(row["precision"])
-    if not precision.lower().startswith(("bf16", "fp16")):
-        lacking.append("float8")
+    float8 = next((scaling for text, scaling in FLOAT8.items() if precision.startswith(text)), "")
+    if not float8 and not precision.lower().startswith(("bf16", "fp16")):
+        lacking.append(precision)
+    if precision == "fp8" or precision.startswith("FP8 ("):
+        assumed.append(f"float8: {float8} scaling")
     if row["gpu"] not in CLUSTERS:
         lacking.append(f"cluster of {row['gpu']}")
+    elif CLUSTERS[row["gpu"]] == "gb200":
+        assumed.append(f"{DOMAIN} GPUs of each NVLink domain")
+    if row["interconnect"].startswith(OPEN):
+        assumed.append("network between hosts: that of the GPU's preset")
     if row["model"].get("experts"):
         lacking.append("mixture of experts")
     schedule, virtual = str(row["schedule"]), row["virtual_stages"] or 1
@@ -98,7 +132,8 @@ def said(row: Row) -> Said:
         elif row["pp"] > 1:
             lacking.append("micro-batch")
         parts = parts or 1
-    return Said(tuple(lacking), tuple(assumed), "float16" if precision.startswith("fp16") else "bfloat16", name, how, recompute, parts)
+    dtype = "float16" if precision.startswith("fp16") else "bfloat16"
+    return Said(tuple(lacking), tuple(assumed), dtype, float8, name, how, recompute, parts)
 
 
 FUSED_NORM = ("RMS kernel", "Transformer Engine", "torch.compile")
@@ -134,7 +169,8 @@ def graph_of(row: Row, own: Said, folder: Path) -> OperatorGraph:
                 if name.endswith("norm"):
                     part.__class__ = FusedNorm
             soap.export(module.to(getattr(torch, own.precision)).train(), args, kwargs, path=path, loss=loss, verify=False)
-    return planned_graph(path, autocast_device="cuda")
+    graph = planned_graph(path, autocast_device="cuda")
+    return in_float8(graph, topology_of(row), own.float8) if own.float8 else graph
 
 
 class FusedNorm(nn.Module):
@@ -164,10 +200,17 @@ def _model(key: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def topology_of(row: Row) -> Topology:
-    """The row's cluster."""
-    each = row["gpus_per_host"]
-    hosts = row["gpus"] // each
-    return api.load_cluster(preset_name(CLUSTERS[row["gpu"]], hosts, each))
+    """The row's cluster: a preset, or that with the row's own network."""
+    family = CLUSTERS[row["gpu"]]
+    each = DOMAIN if family == "gb200" else row["gpus_per_host"]
+    name = preset_name(family, row["gpus"] // each, each)
+    own = next((own for text, own in NETWORKS.items() if row["interconnect"].startswith(text)), None)
+    if own is None:
+        return api.load_cluster(name)
+    description = describe_family(Shape(family, row["gpus"] // each, each), families())
+    description["hosts"][0]["nics"] = description["network"]["rails"] = own["nics"]
+    description["network"]["bandwidth"] = own["bandwidth"]
+    return build_cluster({"name": f"{name} on {own['nics']} x {own['bandwidth']}", **description}, device_types(), row["id"])
 
 
 def strategy_of(row: Row, own: Said, graph: OperatorGraph, topology: Topology) -> Strategy:

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from benchmarks.frontier import Outcome, decided, errors, page, predicted, refused
-from benchmarks.frontier_plans import said
+from benchmarks.frontier_plans import said, topology_of
 
 ROW: dict[str, Any] = {
-    "id": "one", "family": "small", "tier": "A", "gpu": "H100-SXM5-80GB", "gpus": 16, "gpus_per_host": 8, "precision": "bf16",
+    "id": "one", "family": "small", "tier": "A", "gpu": "H100-SXM5-80GB", "gpus": 16, "gpus_per_host": 8,
+    "interconnect": "NVLink4 in host", "precision": "bf16",
     "model": {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "ffn": 128, "vocab": 256, "seq": 32, "gated_mlp": True},
     "kernels": "flash_attention2 + RMS kernel", "global_batch": 32, "micro_batch": 2, "microbatches_per_pipeline": None, "tp": 2, "pp": 2,
     "dp": 4, "cp": 1, "schedule": "1F1B", "virtual_stages": None, "sharding": "ZeRO-1", "recompute": "none, sequence parallelism",
@@ -34,8 +35,8 @@ def test_what_a_row_says() -> None:
 @pytest.mark.parametrize(
     ("changed", "lacking"),
     [
-        ({"precision": "fp8 (TE hybrid)"}, "float8"),
-        ({"gpu": "GB200 NVL72"}, "cluster of GB200 NVL72"),
+        ({"precision": "NVFP4"}, "NVFP4"),
+        ({"gpu": "GB300 NVL72"}, "cluster of GB300 NVL72"),
         ({"model": {**ROW["model"], "experts": 8}}, "mixture of experts"),
         ({"cp": 2}, "context parallelism"),
         ({"schedule": "ZB-2p"}, "ZB-2p"),
@@ -44,6 +45,40 @@ def test_what_a_row_says() -> None:
 def test_what_cannot_be_said_is_named_and_not_predicted(changed: dict[str, Any], lacking: str, tmp_path: Path) -> None:
     outcome = predicted(row(**changed), tmp_path)
     assert outcome == Outcome("one", lacking) and not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("gpu", "interconnect", "each", "name", "inside", "between"),
+    [
+        ("A100-SXM4-80GB", "Selene: 8x 200 Gb/s HDR", 8, "a100-80gb-16x8", 300e9, 25e9),
+        ("A100-SXM4-80GB", "Jean Zay: 4 Omni-Path links", 8, "a100-80gb-16x8 on 4 x 100 Gbit/s", 300e9, 12.5e9),
+        ("A100-SXM4-80GB", "2 Tb/s RoCE per host", 8, "a100-80gb-16x8 on 8 x 250 Gbit/s", 300e9, 31.25e9),
+        ("H100 96GB HBM2e (2.4 TB/s), 500 W limit", "Grand Teton", 8, "h100-96gb-500w-16x8", 450e9, 50e9),
+        ("GB200 NVL72", "NVLink5 domain of 72", 4, "gb200-2x64", 900e9, 50e9),
+    ],
+)
+def test_a_rows_cluster(gpu: str, interconnect: str, each: int, name: str, inside: float, between: float) -> None:
+    made = topology_of(row(gpu=gpu, interconnect=interconnect, gpus=128, gpus_per_host=each))
+    assert (made.name, made.device_count) == (name, 128)
+    bandwidths = [[made.links[i].bandwidth_bytes_per_second for i in made.route(*pair)] for pair in ((0, 1), (0, 64))]
+    assert [min(own) for own in bandwidths] == [inside, between]
+
+
+@pytest.mark.parametrize(
+    ("precision", "scaling"),
+    [
+        ("bf16", ""), ("fp16 mixed", ""), ("fp8 (TE hybrid)", "delayed"), ("MXFP8", "mx"), ("FP8-MX", "mx"), ("FP8-CS", "tensorwise"),
+        ("float8 tensorwise + bf16", "tensorwise"),
+    ],
+)  # fmt: skip
+def test_a_rows_float8(precision: str, scaling: str) -> None:
+    own = said(row(precision=precision))
+    assert (own.lacking, own.float8, own.precision) == ((), scaling, "float16" if precision.startswith("fp16") else "bfloat16")
+
+
+def test_an_open_network_is_assumed() -> None:
+    assert said(row(interconnect="not stated (Meta cluster)")).assumed == ("network between hosts: that of the GPU's preset",)
+    assert said(row(gpu="GB200 NVL72", gpus_per_host=4)).assumed == ("64 GPUs of each NVLink domain",)
 
 
 SHARDED = {"pp": 1, "dp": 8, "sharding": "FSDP2 full shard", "recompute": "full", "kernels": "eager, no flash"}

@@ -18,13 +18,13 @@ from soap.errors import TopologyError
 
 ALL = (
     "local:N, emulated:HxD@RATE, p100-4x4, k80-16x4, titanxp-8x6, muradin, thesis-4x4, v100-[Nx]D, a100-40gb-[Nx]D, a100-80gb-[Nx]D, "
-    "h100-[Nx]D, h200-[Nx]D, b200-[Nx]D, mi300x-[Nx]D, l4-[Nx]D, rtx4090-D, piz-daint-N"
+    "h100-[Nx]D, h100-96gb-500w-[Nx]D, h200-[Nx]D, b200-[Nx]D, gb200-[Nx]D, mi300x-[Nx]D, l4-[Nx]D, rtx4090-D, piz-daint-N"
 )
 EXAMPLES = (
     "p100-4x4", "k80-16x4", "titanxp-8x6", "muradin", "thesis-4x4", "v100-8", "v100-2x8", "a100-40gb-8", "a100-40gb-2x8", "a100-80gb-8",
     "a100-80gb-2x8",
-    "h100-8", "h100-2x8", "h200-8", "h200-2x8", "b200-8", "b200-2x8", "mi300x-8", "mi300x-2x8", "l4-4", "l4-2x4", "rtx4090-2", "piz-daint",
-    "piz-daint-2",
+    "h100-8", "h100-2x8", "h100-96gb-500w-8", "h100-96gb-500w-2x8", "h200-8", "h200-2x8", "b200-8", "b200-2x8", "gb200-72", "gb200-2x64",
+    "mi300x-8", "mi300x-2x8", "l4-4", "l4-2x4", "rtx4090-2", "piz-daint", "piz-daint-2",
 )  # fmt: skip
 
 
@@ -44,6 +44,9 @@ EXAMPLES = (
         ("h100-16x8", 16, 128, "h100", 112),
         ("h100-3x5", 3, 15, "h100", 112),
         ("b200-8", 1, 8, "b200", 112),
+        ("h100-96gb-500w-4x8", 4, 32, "h100-96gb-500w", 112),
+        ("gb200-72", 1, 72, "gb200", 2592),
+        ("gb200-4x64", 4, 256, "gb200", 2592),
         ("mi300x-8", 1, 8, "mi300x", 64),
         ("l4-4", 1, 4, "l4", 24),
         ("rtx4090-2", 1, 2, "rtx4090", 32),
@@ -186,12 +189,13 @@ def test_examples_name_every_preset_and_family():
 
 
 def test_clusters_of_before_keep_their_hashes():
-    """Strategies and measurements are kept for a hash. ``h200-8`` has another since its sheet has rates of TF32 and float8: its wires and
-    its host are the same."""
+    """Strategies and measurements are kept for a hash. ``h200-8`` has another since its sheet has rates of TF32 and float8, and since its
+    memory is what the driver reports less what a process takes: its wires and its host are the same."""
     known = {"p100-4x4": "ceee9ceb91a36d01", "k80-16x4": "d2806cec2040365d", "titanxp-8x6": "0f39962fa67b34a6"}
     assert {name: preset(name).hash for name in known} == known
     h200 = preset("h200-8")
-    before = replace(h200.devices[0].type, flops_per_second={"float64": 34e12, "float32": 67e12, "bfloat16": 989.5e12, "float16": 989.5e12})
+    rates = {"float64": 34e12, "float32": 67e12, "bfloat16": 989.5e12, "float16": 989.5e12}
+    before = replace(h200.devices[0].type, flops_per_second=rates, memory_bytes=141 * 10**9)
     assert replace(h200, devices=tuple(replace(device, type=before) for device in h200.devices)).hash == "c6ae2b89858f5ba4"
 
 

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from soap import api
+from soap.api.float8 import in_float8
 from soap.api.preprocessed import measure_rows_of
 from soap.cli.command import Parser, UsageError
-from soap.cli.options import add_cluster, add_costs, add_memory_budget, add_model, add_rows, builtin, data_spec, reading
+from soap.cli.options import add_cluster, add_costs, add_float8, add_memory_budget, add_model, add_rows, builtin, data_spec, reading
 from soap.cli.plain_text import aligned, and_more
 from soap.cluster import yaml_file
 from soap.cluster.presets import LOCAL, family
@@ -50,6 +51,7 @@ def _may_fit(devices: int, topology: Topology, args: argparse.Namespace) -> bool
 def add_asked(parser: Parser, *, required: bool = True) -> None:
     """MODEL, the cluster, costs, rows, memory, and ``--strategy FILE`` or ``--builtin NAME``: one, or none unless ``required``."""
     add_model(parser, positional=True)
+    add_float8(parser)
     add_cluster(parser)
     add_costs(parser)
     add_rows(parser)
@@ -79,7 +81,12 @@ MOST_ROWS = 16
 
 
 def load_graph(args: argparse.Namespace, topology: Topology | None) -> OperatorGraph:
-    """The model's graph, with rows counted on ``--data`` and shares from ``--alpha``."""
+    """The model's graph, with rows counted on ``--data``, shares from ``--alpha``, and linear layers in float8 by ``--float8``."""
+    graph = _read_graph(args, topology)
+    return graph if topology is None or args.float8 is None else in_float8(graph, topology, args.float8)
+
+
+def _read_graph(args: argparse.Namespace, topology: Topology | None) -> OperatorGraph:
     args.model = sized(args.model, args.alpha_from or folder_of(args.data))
     if sys.stderr is not None and sys.stderr.isatty():
         print(f"reading {args.model}", file=sys.stderr)

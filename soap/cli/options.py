@@ -9,6 +9,7 @@ from math import isfinite
 from typing import TypedDict
 
 from soap import api, outputs
+from soap.api.float8 import SCALINGS
 from soap.cli.command import OPTIONS, Parser
 from soap.cluster.kinds import has_gpus
 from soap.cluster.memory_budget import FIELD, read_budget, with_memory_budget
@@ -80,6 +81,12 @@ def add_reading(parser: Parser) -> None:
         type=module_name,
         help="import this module first, on every rank: it defines custom operators of the model (repeatable)",
     )
+
+
+def add_float8(parser: Parser) -> None:
+    """``--float8 SCALING``, of commands that run nothing."""
+    text = "price linear layers in float8, scaled so, as Transformer Engine and torchao have them; soap-run computes in the model's type"
+    parser.add_argument("--float8", choices=tuple(SCALINGS), help=text)
 
 
 def add_cluster(parser: Parser, note: str = "", *, several: bool = False) -> None:

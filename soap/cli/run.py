@@ -67,6 +67,7 @@ def make_parser() -> Parser:
     )
     parser.add_argument("strategy", metavar="STRATEGY", help="what soap-search wrote")
     add_model(parser, positional=False)
+    parser.add_argument("--float8", nargs="?", const=True, help=argparse.SUPPRESS)
     add_cluster(parser, note="default: the strategy's, if it is a preset")
     add_costs(parser)
     parser.add_argument("--steps", metavar="N", type=positive, default=10, help="training steps (default %(default)s)")
@@ -106,6 +107,8 @@ def add_training(parser: Parser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Plan, train, report."""
+    if args.float8:
+        raise UsageError("--float8 prices plans alone; expected a run in the model's types: Transformer Engine or torchao train in float8")
     if args.memory and args.accumulate > 1:
         raise UsageError("--memory with --accumulate; expected one batch per update, which is what memory is predicted for")
     if own_rank(os.environ):  # under torchrun, rank 0 prints the warnings for all

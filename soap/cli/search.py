@@ -14,7 +14,7 @@ from soap.cli import explanation, first_measuring, inputs, plan_summary, reporti
 from soap.cli.command import Parser, UsageError, check_outputs, entry_point, note, one_line
 from soap.cli.first_measuring import Measured
 from soap.cli.inputs import check_inputs
-from soap.cli.options import add_cluster, add_costs, add_explain, add_model, add_outputs, add_rows, cluster_of, reading
+from soap.cli.options import add_cluster, add_costs, add_explain, add_float8, add_model, add_outputs, add_rows, cluster_of, reading
 from soap.cli.plain_text import left_last, milliseconds
 from soap.cli.search_options import add_budget, add_choices, add_runs, add_servers, search_options
 from soap.cli.stopping import Stopping
@@ -184,6 +184,7 @@ def make_parser() -> Parser:
         f"{PROG} zoo:rnnlm:tiny --cluster local:4 --budget 200 -o strategy.json",
     )
     add_model(parser, positional=True)
+    add_float8(parser)
     add_cluster(parser, several=True, note=f"default {LOCAL}; repeated: each is searched, and the best one's strategy is written")
     parser.add_argument(
         "--objective",

@@ -12,6 +12,7 @@ from itertools import permutations
 
 from soap.cluster.fields import Fields
 from soap.cluster.interconnects import interconnects
+from soap.cluster.memory_budget import left_by_process
 from soap.cluster.price import CURRENCY, PRICE, read_price
 from soap.cluster.topology import DEVICE_KINDS, Device, DeviceType, Host, Link, Topology
 from soap.errors import TopologyError, did_you_mean
@@ -183,7 +184,8 @@ def joined_pairs(intra: Fields, count: int) -> list[tuple[int, int, int]]:
 
 
 CLUSTER_KEYS = ("name", "device_types", "hosts", "network", "switches", "links", PRICE, CURRENCY)
-TYPE_KEYS = ("kind", "flops", "memory_bandwidth", "memory", "kernel_overhead", "source")
+TOTAL_MEMORY = "total_memory"
+TYPE_KEYS = ("kind", "flops", "memory_bandwidth", "memory", TOTAL_MEMORY, "kernel_overhead", "source")
 SERVER = "server"
 HOST_KEYS = ("name", "count", "devices", "cpu_cores", "memory", "links", "nics", SERVER, PRICE)
 LINK_KEYS = ("name", "from", "to", "bandwidth", "latency", "duplex", INTERCONNECT)
@@ -236,12 +238,14 @@ def device_type(name: str, fields: Fields) -> DeviceType:
     if "float32" not in rates:
         raise TopologyError(f"{rates.at('float32')}: missing; expected a compute rate such as '9.3 TFLOP/s': other dtypes fall back to it")
     kind = fields.choice("kind", DEVICE_KINDS)
+    if "memory" in fields and TOTAL_MEMORY in fields:
+        raise TopologyError(f"{fields.at(TOTAL_MEMORY)}: there is also memory; expected what plans may use, or what the driver reports")
     return DeviceType(
         name=name,
         kind="cuda" if kind == "cuda" else "cpu",
         flops_per_second={dtype: rates.flops(dtype) for dtype in rates.keys},
         memory_bandwidth_bytes_per_second=fields.bandwidth("memory_bandwidth"),
-        memory_bytes=fields.size_bytes("memory"),
+        memory_bytes=left_by_process(fields.size_bytes(TOTAL_MEMORY)) if TOTAL_MEMORY in fields else fields.size_bytes("memory"),
         kernel_seconds=fields.seconds("kernel_overhead"),
         source=fields.text("source", "given in the cluster description"),
     )

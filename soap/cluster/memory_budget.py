@@ -1,4 +1,5 @@
-"""How much of the devices' memory plans may use, as people write it: ``80%`` of each device's, or ``20GB`` of it."""
+"""How much of the devices' memory plans may use: what a GPU's process leaves of it, and as people write it: ``80%`` of each device's, or
+``20GB`` of it."""
 
 from __future__ import annotations
 
@@ -12,7 +13,25 @@ from soap.units import format_bytes, parse_bytes
 
 FIELD = "memory_budget"
 EXPECTED = "a share of each device's memory, such as 80%, or a size such as 20GB"
+CONTEXT_BYTES = 1_290_000_000
+"""A process's CUDA context, its kernels, and the handles of cuBLAS and cuDNN. Measured on an H200 with torch 2.11 and CUDA 13: 137.02 GiB
+in use, of which the allocator had 135.81 (``benchmarks/gpu/results/failures.json``)."""
+
+CHANNEL_BYTES = 2**22 + 512 * 8 * 8 * 16 + 640 * 120 * 8 * 8
+"""NCCL's buffer of a connection on a channel: of the protocols Simple, LL and LL128 (``DEFAULT_BUFFSIZE`` and its neighbours in
+https://github.com/NVIDIA/nccl/blob/master/src/init.cc)."""
+CHANNELS, CONNECTIONS, COMMUNICATORS = 16, 2, 3
+"""Of a communicator, with what a ring and a tree receive each; and communicators of a GPU: by data, by matrices, by stages. Assumed: NCCL
+takes 2 to 32 channels, and as many connections as a tree has neighbours."""
+
 _PERCENT = re.compile(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*%\s*", re.ASCII)
+
+
+def left_by_process(total_bytes: int) -> int:
+    """Bytes that tensors may take of a GPU's memory, of which its driver reports so many: without the context, and without buffers of NCCL;
+    at least half of it. What the allocator holds beyond tensors is part of ``sweep.ALLOWANCE``."""
+    taken_bytes = CONTEXT_BYTES + COMMUNICATORS * CONNECTIONS * CHANNELS * CHANNEL_BYTES
+    return max(total_bytes - taken_bytes, total_bytes // 2)
 
 
 def read_budget(text: str) -> Fraction | int:

@@ -40,7 +40,7 @@ LOCAL = "local"
 def preset_names() -> tuple[str, ...]:
     """The names that ``preset`` accepts. ``local:N`` is N devices, ``emulated:HxD@RATE`` H hosts with D devices each, and so is
     ``h100-[Nx]D``: of one host if N is left out."""
-    return (f"{LOCAL}:N", f"{EMULATED}:HxD@RATE", *_data("clusters.json"), *family_names(_families()))
+    return (f"{LOCAL}:N", f"{EMULATED}:HxD@RATE", *_data("clusters.json"), *family_names(families()))
 
 
 def family(name: str) -> str | None:
@@ -52,7 +52,7 @@ def family(name: str) -> str | None:
 def says_all(name: str) -> bool:
     """Whether the name is a preset's, so that no file is needed."""
     try:
-        sized = parse_family(name, _families()) is not None
+        sized = parse_family(name, families()) is not None
     except TopologyError:
         sized = False
     return sized or family(name) is not None or name in _data("clusters.json")
@@ -69,10 +69,10 @@ def preset(name: str) -> Topology:
     if name in clusters:
         description = _plain(clusters[name], name)
         description.pop("source")
-    elif (sized := parse_family(name, _families())) is not None:
-        description = describe_family(sized, _families())
+    elif (sized := parse_family(name, families())) is not None:
+        description = describe_family(sized, families())
     else:
-        remedy = did_you_mean(name, [*clusters, *largest_hosts(_families())]) or ": or give the path of a YAML file"
+        remedy = did_you_mean(name, [*clusters, *largest_hosts(families())]) or ": or give the path of a YAML file"
         raise TopologyError(f"unknown cluster {name!r}; expected one of {', '.join(preset_names())}{remedy}")
     return build_cluster({"name": name, **description}, device_types(), f"preset {name}")
 
@@ -81,7 +81,7 @@ def presets_like(topology: Topology) -> tuple[str, ...]:
     """Names of other presets of as many devices, those of families with as many hosts as here that have some, none of this machine."""
     hosts, count = len({device.host for device in topology.devices}), topology.device_count
     shape = str(count) if hosts in (1, count) else f"{hosts}x{count // hosts}"
-    named = [f"{name}-{shape}" for name in _families()]
+    named = [f"{name}-{shape}" for name in families()]
     return tuple(dict.fromkeys(name for name in (*_data("clusters.json"), *named) if name != topology.name and _has(name, topology)))
 
 
@@ -101,7 +101,7 @@ def device_types() -> Mapping[str, DeviceType]:
 
 
 @cache
-def _families() -> Mapping[str, Mapping[str, Any]]:
+def families() -> Mapping[str, Mapping[str, Any]]:
     """The families of presets without the sources beside their numbers."""
     found: dict[str, Mapping[str, Any]] = _plain(_data("cluster_families.json"), "cluster_families")
     return found

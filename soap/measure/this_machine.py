@@ -27,6 +27,7 @@ from typing import NamedTuple
 
 from soap.cluster.emulated import FAMILY as EMULATED
 from soap.cluster.emulated import emulated_topology, parse_emulated
+from soap.cluster.memory_budget import left_by_process
 from soap.cluster.presets import family, local_topology
 from soap.cluster.topology import MEASURED, QUICKLY_MEASURED, DeviceType, Link, Topology
 from soap.emulation.reference_work import VERSION, measured_reference_ns
@@ -157,9 +158,6 @@ GIB = 2**30
 MOST_PROCESSES, FEWEST_PROCESSES = 4, 2
 """Processes of ``local`` on a machine without GPUs: four where it has as many cores, else two. One would leave nothing to split; as many
 as there are cores would be many, each with one thread, of which sums over gloo make slow plans."""
-GPU_PARTS = 16
-"""One of so many parts of a GPU's memory is left to the driver, the process's context and the allocator, as data sheets' decimal gigabytes
-do: 80 GB are 15 of the 16 parts of 80 GiB, but for half a percent."""
 
 AGAIN = "--measure-again"
 WITHOUT_STEPS = "what two processes exchange at best; soap-profile links measures what messages and sums take in training"
@@ -280,7 +278,7 @@ def measure_device(kind: str, count: int, gpu: int = 0) -> DeviceType:
         import torch
 
         properties = torch.cuda.get_device_properties(gpu)
-        usable_bytes = properties.total_memory // GPU_PARTS * (GPU_PARTS - 1)
+        usable_bytes = left_by_process(properties.total_memory)
         return _device_type(kind, properties.name, usable_bytes, cuda_rates(gpu), 1.0, 1.0)
     cores, threads = cpu_cores(), threads_per_process(count)
     share = min(1.0, cores / (count * threads))

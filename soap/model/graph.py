@@ -182,9 +182,10 @@ class Operator:
     ``arithmetic``: the type in which the anchor call computes (``tf32``: float32 rounded to it by the hardware); empty: that of its first
     floating operand. ``skipped_share``: of ``flops``, what kernels leave out (causal attention: a half). ``fused_bytes``: of
     ``saved_bytes``, what kernels on GPUs never write (attention's weights, views). ``views``: of ``calls``, those for which a GPU has
-    nothing to do. ``drawn``: the random numbers of its calls. These five only change what an operator costs. ``own_inputs``: of a loss
-    that divides by a number which all labels decide, ``inputs`` as a tile reads them that is told this number: of labels only those that
-    belong to its scores. Empty for any other operator. These six are no part of the graph's identity.
+    nothing to do. ``drawn``: the random numbers of its calls. ``narrowing_bytes``: what casts to ``arithmetic`` move for each number that
+    its product reads, and for each of its gradient. These six only change what an operator costs. ``own_inputs``: of a loss that divides
+    by a number which all labels decide, ``inputs`` as a tile reads them that is told this number: of labels only those that belong to its
+    scores. Empty for any other operator. These seven are no part of the graph's identity.
     """
 
     name: str
@@ -202,6 +203,7 @@ class Operator:
     fused_bytes: int = 0
     views: int = 0
     drawn: tuple[Drawn, ...] = ()
+    narrowing_bytes: int = 0
     own_inputs: tuple[Operand, ...] = ()
 
     @property
@@ -210,7 +212,7 @@ class Operator:
         return tuple(i for i, factor in enumerate(self.factors) if factor.summed)
 
 
-_NOT_HASHED = ("arithmetic", "skipped_share", "fused_bytes", "views", "drawn", "own_inputs")
+_NOT_HASHED = ("arithmetic", "skipped_share", "fused_bytes", "views", "drawn", "narrowing_bytes", "own_inputs")
 """Fields of an operator that its graph's hash leaves out."""
 
 

@@ -36,7 +36,8 @@ def _likeness(graph: OperatorGraph, op: Operator, numbers: Mapping[str, int]) ->
     rows = [(own.parameter, own.indices, own.weighed) for own in lookups if own.operator == position]
     touched = [(graph.sparse[o.tensor].weighed, graph.sparse[o.tensor].touched) for o in op.parameters if o.tensor in graph.sparse]
     calls = len(op.calls), op.views
-    figures = (op.flops, op.saved_bytes, calls, op.partitionable, op.arithmetic, op.skipped_share, op.fused_bytes, op.drawn)
+    computed = op.arithmetic, op.narrowing_bytes
+    figures = (op.flops, op.saved_bytes, calls, op.partitionable, computed, op.skipped_share, op.fused_bytes, op.drawn)
     return repr((backward, rows, touched, order, alone, op.kind, op.factors, operands, same, figures))
 
 

@@ -96,7 +96,7 @@ def forward_work(graph: OperatorGraph, tile: Tile) -> tuple[Kernel, ...]:
     whole blocks. A sparse lookup has to find its rows first."""
     op = graph.operators[tile.operator]
     traffic = _bytes(graph, op.inputs, tile.inputs) + _bytes(graph, op.outputs, tile.outputs) + _read_parameters(graph, op, tile)
-    kernel = _kernel(graph, tile, tile_flops(op, tile), traffic, saves=True)
+    kernel = _narrowed(op, tile, _kernel(graph, tile, tile_flops(op, tile), traffic, saves=True), backward=False)
     if op.drawn:
         drawing = ceil(sum(drawn.by(tile.intervals) for drawn in op.drawn) / DRAWN_PER_CALL)
         kernel = replace(kernel, inner_calls=kernel.inner_calls + drawing)
@@ -128,7 +128,7 @@ def backward_work(graph: OperatorGraph, tile: Tile, *, apart: bool = False) -> t
         kernels.append(_kernel(graph, tile, flops * max(1, contractions), traffic, saves=True))
     if parameter_gradients:
         kernels.append(_kernel(graph, tile, flops, received + parameter_gradients, saves=apart))
-    return tuple(kernels)
+    return (_narrowed(op, tile, kernels[0], backward=True), *kernels[1:])
 
 
 def half_work(graph: OperatorGraph, tile: Tile, half: Half) -> tuple[Kernel, ...]:
@@ -165,6 +165,18 @@ def _kernel(graph: OperatorGraph, tile: Tile, flops: float, traffic_bytes: int, 
         (*_, (first, last), (low, high)) = tile.inputs[1]
         scores = Scores(last - first, high - low, op.skipped_share > 0)
     return Kernel(dtype, flops, traffic_bytes + saved, calls, inner, saved - fused, fused, *marks, op.views, scores)
+
+
+def _narrowed(op: Operator, tile: Tile, kernel: Kernel, *, backward: bool) -> Kernel:
+    """The kernel with casts of what its product reads, or of its gradient. Of a product M x K by K x N the former are M K numbers, which
+    is (M K N)² over weight and result."""
+    if not op.narrowing_bytes:
+        return kernel
+    made, weight = volume(tile.outputs[0]), max(map(volume, tile.parameters))
+    numbers = made if backward else round((tile_flops(op, tile) / 2) ** 2 / (made * weight))
+    moved = op.narrowing_bytes * numbers
+    calls = kernel.calls + 1
+    return replace(kernel, traffic_bytes=kernel.traffic_bytes + moved, apart_bytes=kernel.apart_bytes + moved, calls=calls)
 
 
 def _is_unaligned(tile: Tile, dtype: str) -> bool:

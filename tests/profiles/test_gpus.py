@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import soap
+from soap.cluster.memory_budget import left_by_process
 from soap.cluster.presets import LOCAL_BANDWIDTH_BYTES_PER_SECOND, local_topology
 from soap.cluster.topology import Topology
 from soap.errors import ProfileError
@@ -74,8 +75,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
 def test_local_is_the_gpus_that_torch_sees(machine: Machine) -> None:
     found = soap.load_cluster("local")
     assert (found.name, found.device_count) == ("local:8", 8)
-    usable = A[1] // 16 * 15  # the rest is the driver's
-    assert {(d.type.name, d.type.kind, d.type.memory_bytes) for d in found.devices} == {(A[0], "cuda", usable)}
+    assert {(d.type.name, d.type.kind, d.type.memory_bytes) for d in found.devices} == {(A[0], "cuda", left_by_process(A[1]))}
     assert found.devices[3].type.flops("bfloat16") == 500e12
     assert bandwidth(found, 0, 7) == pytest.approx(100e9)
     assert found.route_latency_seconds(0, 7) == pytest.approx(10e-6)
@@ -141,7 +141,7 @@ def test_gpus_of_several_kinds_each_have_their_own_figures(machine: Machine) -> 
     machine.joined = [range(3)]
     found = soap.load_cluster("local")
     assert [(d.type.name, d.type.flops("float32")) for d in found.devices] == [(A[0], 50e12), (A[0], 50e12), (B[0], 20e12)]
-    assert [d.type.memory_bytes for d in found.devices] == [kind[1] // 16 * 15 for kind in (A, A, B)]
+    assert [d.type.memory_bytes for d in found.devices] == [left_by_process(kind[1]) for kind in (A, A, B)]
     assert machine.rated == [0, 2] and soap.load_cluster("local") == found and machine.rated == [0, 2]
     assert set(environments(found)) == {A[0], B[0]}
     with pytest.raises(ProfileError, match=r"cluster 'local:3' has devices of several kinds .*; expected one kind"):
@@ -153,7 +153,7 @@ def test_gpus_of_one_name_with_unequal_memory_have_types_of_their_own(machine: M
     machine.kinds, machine.joined = [A, (A[0], 96 * 10**9)], [range(2)]
     types = [device.type for device in soap.load_cluster("local").devices]
     assert [own.name for own in types] == [f"{A[0]} 74.5 GiB", f"{A[0]} 89.4 GiB"]
-    assert [own.memory_bytes for own in types] == [kind[1] // 16 * 15 for kind in machine.kinds]
+    assert [own.memory_bytes for own in types] == [left_by_process(kind[1]) for kind in machine.kinds]
 
 
 def test_islands_whose_links_cannot_be_measured(machine: Machine) -> None:

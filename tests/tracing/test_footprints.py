@@ -69,6 +69,28 @@ class Labelled(torch.nn.Module):
         return torch.nn.functional.cross_entropy(self.head(x), labels)
 
 
+class Normed(torch.nn.Module):
+    """A norm by its root mean square, and a loss."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(6, dtype=dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.rms_norm(x.exp(), (6,), self.weight).sum()
+
+
+@pytest.mark.parametrize(
+    ("device", "weight", "kept"),
+    [("cpu", "bfloat16", 4 * 30), ("cuda", "float32", 4 * 30), ("cuda", "bfloat16", 2 * 30 + 4 * 5)],
+)
+def test_a_gpus_norm_is_one_kernel_that_keeps_a_number_a_row(device: Literal["cpu", "cuda"], weight: str, kept: int) -> None:
+    """And its input, if values and weight are of one type; elsewhere torch makes it of several calls, which keep a wide copy."""
+    exported = torch.export.export(Normed(getattr(torch, weight)), (torch.zeros(5, 6, dtype=torch.bfloat16),))
+    model = import_program(exported, name="normed", autocast_device=device)
+    assert model.graph.footprints["rms_norm"][0].kept_bytes == kept
+
+
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_cross_entropy_keeps_and_makes_one_tensor_of_the_logits_size(

@@ -298,7 +298,8 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def _run_norm(local: Local) -> Any:
-    if local.call.kind == "rms_norm" and stands_for_gpu():
+    one_kernel = local.call.kind == "rms_norm" and len({tensor.dtype for tensor in local.tensors}) == 1
+    if one_kernel and stands_for_gpu():
         rows = len(local.get("normalized_shape"))
         return _RmsNorm.apply(local.tensors[0], (*local.tensors[1:], None)[0], rows)  # type: ignore[no-untyped-call]
     return local.plain()
