@@ -22,7 +22,7 @@ from soap.api.models import planned_graph
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
 from soap.strategy.config import Strategy
-from soap.strategy.megatron import hybrid
+from soap.strategy.megatron import ExpertMapping, hybrid
 from soap.strategy.named import ADDED
 from soap.strategy.recomputation import RECOMPUTED, in_micro_batches, recomputed, with_repeatable_levels
 
@@ -60,8 +60,6 @@ def said(row: Row) -> Said:
         lacking.append("float8")
     if row["gpu"] not in CLUSTERS:
         lacking.append(f"cluster of {row['gpu']}")
-    if row["model"].get("experts"):
-        lacking.append("mixture of experts")
     if (row["cp"] or 1) > 1:
         lacking.append("context parallelism")
     schedule, virtual = str(row["schedule"]), row["virtual_stages"] or 1
@@ -115,11 +113,13 @@ def kind_of_attention(row: Row) -> str:
 
 SIZES = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq", "gated_mlp", "head_dim", "tied")
 """Of a row's model, those that decide about its graph."""
+OF_EXPERTS = ("experts", "top_k", "expert_ffn", "shared_experts", "first_dense_layers", "attention")
+"""Further ones of mixtures."""
 
 
 def key_of(row: Row, own: Said) -> dict[str, Any]:
     """What decides about a row's graph."""
-    sizes = {name: row["model"].get(name) for name in SIZES}
+    sizes = {name: row["model"].get(name) for name in (*SIZES, *(OF_EXPERTS if row["model"].get("experts") else ()))}
     written = {"attention": kind_of_attention(row), "fused_norm": any(name in row["kernels"] for name in FUSED_NORM)}
     return {**sizes, "batch": row["global_batch"], "precision": own.precision, **written}
 
@@ -161,8 +161,24 @@ def _model(key: Mapping[str, Any]) -> dict[str, Any]:
         "num_attention_heads": key["heads"], "num_key_value_heads": key["kv_heads"], "max_position_embeddings": key["seq"],
         "tie_word_embeddings": shared["tied"], "head_dim": key["head_dim"] or key["hidden"] // key["heads"],
     }  # fmt: skip
-    own = {"class": "LlamaForCausalLM", "config": config, "attention": "sdpa" if flash else "eager", "inputs": "language_model"}
+    name = _mixture(key, config) if key.get("experts") else "LlamaForCausalLM"
+    own = {"class": name, "config": config, "attention": "sdpa" if flash else "eager", "inputs": "language_model"}
     return {"builder": "transformers", **own, **shared}
+
+
+def _mixture(key: Mapping[str, Any], config: dict[str, Any]) -> str:
+    """The class of a mixture of experts; its sizes are added to ``config``."""
+    config |= {"num_experts_per_tok": key["top_k"], "moe_intermediate_size": key["expert_ffn"]}
+    if key["shared_experts"]:  # latent attention: without a head's size, and with DeepSeek's ranks by default
+        del config["head_dim"]
+        config |= {"n_routed_experts": key["experts"], "n_shared_experts": key["shared_experts"]}
+        config |= {"first_k_dense_replace": key["first_dense_layers"]}
+        return "DeepseekV3ForCausalLM"
+    if key["expert_ffn"] != key["ffn"]:
+        config |= {"num_experts": key["experts"]}
+        return "Qwen3MoeForCausalLM"
+    config |= {"num_local_experts": key["experts"]}
+    return "MixtralForCausalLM"
 
 
 def topology_of(row: Row) -> Topology:
@@ -174,13 +190,15 @@ def topology_of(row: Row) -> Topology:
 
 def strategy_of(row: Row, own: Said, graph: OperatorGraph, topology: Topology) -> Strategy:
     """The row's plan."""
+    experts = None if not row["ep"] else ExpertMapping(row["ep"], row["etp"] or row["tp"])
     scatters = row["tp"] > 1 and "sequence" in f"{row['recompute']} {row['kernels']}"
     if row["pp"] > 1:
         strategy = by_layers(
-            graph, topology, stages=row["pp"], microbatches=own.microbatches, schedule=own.schedule, tensor=row["tp"], scatters=scatters
-        )
+            graph, topology, stages=row["pp"], microbatches=own.microbatches, schedule=own.schedule, tensor=row["tp"], scatters=scatters,
+            experts=experts,
+        )  # fmt: skip
     else:
-        strategy = hybrid(graph, topology, tensor=row["tp"], microbatches=own.microbatches, scatters=scatters)
+        strategy = hybrid(graph, topology, tensor=row["tp"], microbatches=own.microbatches, scatters=scatters, experts=experts)
         strategy = in_micro_batches(graph, strategy, own.microbatches)
     if own.sharding != "none":
         strategy = ADDED[own.sharding](graph, topology, strategy)

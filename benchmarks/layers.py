@@ -10,7 +10,7 @@ from soap.model.graph import OperatorGraph
 from soap.schedules.named import parse
 from soap.strategy.config import Strategy
 from soap.strategy.grids import device_order
-from soap.strategy.megatron import staged
+from soap.strategy.megatron import ExpertMapping, staged
 from soap.strategy.stages import stages_of
 
 LAYER = re.compile(r"\b(?:blocks|layers|h|layer)\.(\d+)\b")
@@ -18,16 +18,24 @@ LAYER = re.compile(r"\b(?:blocks|layers|h|layer)\.(\d+)\b")
 
 
 def by_layers(
-    graph: OperatorGraph, topology: Topology, *, stages: int, microbatches: int, schedule: str, tensor: int = 1, scatters: bool = False
+    graph: OperatorGraph,
+    topology: Topology,
+    *,
+    stages: int,
+    microbatches: int,
+    schedule: str,
+    tensor: int = 1,
+    scatters: bool = False,
+    experts: ExpertMapping | None = None,
 ) -> Strategy:
     """A pipeline as Megatron-LM has it: stages of neighbouring devices, in each of which groups of ``tensor`` split matrices and divide the
-    samples."""
+    samples. ``experts``: how these lie on a stage."""
     order, width, named = device_order(topology), topology.device_count // stages, parse(schedule)
     chunks = layer_chunks(graph, stages * named.chunks)
     placement = named.table(stages, microbatches).placement
     groups = [order[stage * width : (stage + 1) * width] for stage in range(stages)]
     blocks = [placement[chunk] for chunk in chunks]
-    strategy = staged(graph, topology, blocks, groups, tensor=tensor, microbatches=microbatches, scatters=scatters)
+    strategy = staged(graph, topology, blocks, groups, tensor=tensor, microbatches=microbatches, scatters=scatters, experts=experts)
     return replace(strategy, microbatches=microbatches, stages=stages_of(graph, chunks), schedule=schedule)
 
 

@@ -58,21 +58,27 @@ def largest_divisor(number: int, limit: int) -> int:
 
 
 def grouped(
-    op: Operator, order: Sequence[int], width: int, factor: int | None = None, periods: int = 1
+    op: Operator, order: Sequence[int], width: int, factor: int | None = None, periods: int = 1, outer: tuple[int, int] | None = None
 ) -> OpConfig:
     """Samples split over groups of ``width`` neighbouring devices. Inside a group ``factor`` is split over the devices; without a factor
     every device of the group computes the same.
 
-    ``periods``: how many blocks lie side by side in ``factor``; each device gets its part of every block.
+    ``periods``: how many blocks lie side by side in ``factor``; each device gets its part of every block. ``outer``: (another factor, in
+    how many parts it is split): each part is computed by neighbouring devices of the group, among which ``factor`` is split.
     """
-    groups, sample = len(order) // width, sample_factor(op)
+    groups, sample, parts = len(order) // width, sample_factor(op), 1 if outer is None else outer[1]
+    inner = width // parts
+    split = [] if outer is None else [outer]
     degrees = [1] * len(op.factors)
     if sample is not None:
         degrees[sample] = min(groups, op.factors[sample].size)
     if factor is not None:
-        degrees[factor] = periods * width
-    inside, across = width if factor is None else 1, groups if sample is None else 1
-    devices = _grouped_devices(tuple(order), width, tuple(degrees), sample, factor, inside, across)
+        degrees[factor] = periods * inner
+        split.append((factor, inner))
+    if outer is not None:
+        degrees[outer[0]] = parts
+    inside, across = inner if factor is None else 1, groups if sample is None else 1
+    devices = _grouped_devices(tuple(order), width, tuple(degrees), sample, tuple(split), inside, across)
     return OpConfig(tuple(degrees), devices, inside * across)
 
 
@@ -85,14 +91,23 @@ def shared(op: Operator, order: Sequence[int], samples: int) -> OpConfig:
 
 @lru_cache(256)
 def _grouped_devices(
-    order: tuple[int, ...], width: int, degrees: tuple[int, ...], sample: int | None, factor: int | None, inside: int, across: int
+    order: tuple[int, ...],
+    width: int,
+    degrees: tuple[int, ...],
+    sample: int | None,
+    split: tuple[tuple[int, int], ...],
+    inside: int,
+    across: int,
 ) -> tuple[int, ...]:
+    """``split``: (factor, number of parts), the one whose parts lie farthest apart first."""
     groups = len(order) // width
     devices: list[int] = []
     for replica, cell in product(range(inside * across), product(*map(range, degrees))):
         group = replica // inside if sample is None else cell[sample] * groups // degrees[sample]
-        rank = replica % inside if factor is None else cell[factor] % width
-        devices.append(order[group * width + rank])
+        rank = 0
+        for factor, parts in split:
+            rank = rank * parts + cell[factor] % parts
+        devices.append(order[group * width + rank * inside + replica % inside])
     return tuple(devices)
 
 
