@@ -23,9 +23,11 @@ from soap.api.models import planned_graph
 from soap.cluster.build import build_cluster
 from soap.cluster.presets import Shape, describe_family, device_types, families
 from soap.cluster.topology import Topology
+from soap.errors import ModelError
 from soap.model.graph import OperatorGraph
+from soap.model.other_batch import with_samples
 from soap.strategy.config import Strategy
-from soap.strategy.megatron import hybrid
+from soap.strategy.megatron import ExpertMapping, hybrid
 from soap.strategy.named import ADDED
 from soap.strategy.recomputation import RECOMPUTED, in_micro_batches, recomputed, with_repeatable_levels
 
@@ -94,8 +96,6 @@ def said(row: Row) -> Said:
         assumed.append(f"{DOMAIN} GPUs of each NVLink domain")
     if row["interconnect"].startswith(OPEN):
         assumed.append("network between hosts: that of the GPU's preset")
-    if row["model"].get("experts"):
-        lacking.append("mixture of experts")
     schedule, virtual = str(row["schedule"]), row["virtual_stages"] or 1
     name = "1f1b"
     if row["pp"] > 1:
@@ -148,13 +148,17 @@ def kind_of_attention(row: Row) -> str:
 
 SIZES = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq", "gated_mlp", "head_dim", "tied")
 """Of a row's model, those that decide about its graph."""
+EXPORTED = 64
+"""Samples of exported models; rows have others (``with_samples``)."""
+OF_EXPERTS = ("experts", "top_k", "expert_ffn", "shared_experts", "first_dense_layers", "attention")
+"""Further ones of mixtures."""
 
 
 def key_of(row: Row, own: Said) -> dict[str, Any]:
     """What decides about a row's graph."""
-    sizes = {name: row["model"].get(name) for name in SIZES}
+    sizes = {name: row["model"].get(name) for name in (*SIZES, *(OF_EXPERTS if row["model"].get("experts") else ()))}
     written = {"attention": kind_of_attention(row), "fused_norm": any(name in row["kernels"] for name in FUSED_NORM)}
-    return {**sizes, "batch": row["global_batch"], "precision": own.precision, **written}
+    return {**sizes, "precision": own.precision, **written}
 
 
 def graph_of(row: Row, own: Said, folder: Path) -> OperatorGraph:
@@ -164,12 +168,14 @@ def graph_of(row: Row, own: Said, folder: Path) -> OperatorGraph:
     if not path.exists():
         logging.getLogger("transformers").setLevel(logging.ERROR)
         with torch.device("meta"):
-            module, (args, kwargs), loss = built(_model(key), key["batch"])
+            module, (args, kwargs), loss = built(_model(key), EXPORTED)
             for name, part in module.named_modules() if key["gated_mlp"] and key["fused_norm"] else ():
                 if name.endswith("norm"):
                     part.__class__ = FusedNorm
             soap.export(module.to(getattr(torch, own.precision)).train(), args, kwargs, path=path, loss=loss, verify=False)
-    graph = planned_graph(path, autocast_device="cuda")
+    graph = with_samples(planned_graph(path, autocast_device="cuda"), row["global_batch"])
+    if isinstance(graph, str):
+        raise ModelError(f"{row['id']}: {graph}")
     return in_float8(graph, topology_of(row), own.float8) if own.float8 else graph
 
 
@@ -195,8 +201,24 @@ def _model(key: Mapping[str, Any]) -> dict[str, Any]:
         "num_attention_heads": key["heads"], "num_key_value_heads": key["kv_heads"], "max_position_embeddings": key["seq"],
         "tie_word_embeddings": shared["tied"], "head_dim": key["head_dim"] or key["hidden"] // key["heads"],
     }  # fmt: skip
-    own = {"class": "LlamaForCausalLM", "config": config, "attention": "sdpa" if flash else "eager", "inputs": "language_model"}
+    name = _mixture(key, config) if key.get("experts") else "LlamaForCausalLM"
+    own = {"class": name, "config": config, "attention": "sdpa" if flash else "eager", "inputs": "language_model"}
     return {"builder": "transformers", **own, **shared}
+
+
+def _mixture(key: Mapping[str, Any], config: dict[str, Any]) -> str:
+    """The class of a mixture of experts; its sizes are added to ``config``."""
+    config |= {"num_experts_per_tok": key["top_k"], "moe_intermediate_size": key["expert_ffn"]}
+    if key["shared_experts"]:  # latent attention: without a head's size, and with DeepSeek's ranks by default
+        del config["head_dim"]
+        config |= {"n_routed_experts": key["experts"], "n_shared_experts": key["shared_experts"]}
+        config |= {"first_k_dense_replace": key["first_dense_layers"]}
+        return "DeepseekV3ForCausalLM"
+    if key["expert_ffn"] != key["ffn"]:
+        config |= {"num_experts": key["experts"]}
+        return "Qwen3MoeForCausalLM"
+    config |= {"num_local_experts": key["experts"]}
+    return "MixtralForCausalLM"
 
 
 def topology_of(row: Row) -> Topology:
@@ -215,14 +237,15 @@ def topology_of(row: Row) -> Topology:
 
 def strategy_of(row: Row, own: Said, graph: OperatorGraph, topology: Topology) -> Strategy:
     """The row's plan."""
-    context, scatters = row["cp"] or 1, row["tp"] > 1 and "sequence" in f"{row['recompute']} {row['kernels']}"
+    lays = {
+        "tensor": row["tp"], "microbatches": own.microbatches, "context": row["cp"] or 1,
+        "scatters": row["tp"] > 1 and "sequence" in f"{row['recompute']} {row['kernels']}",
+        "experts": None if not row["ep"] else ExpertMapping(row["ep"], row["etp"] or row["tp"]),
+    }  # fmt: skip
     if row["pp"] > 1:
-        strategy = by_layers(
-            graph, topology, stages=row["pp"], microbatches=own.microbatches, schedule=own.schedule, tensor=row["tp"], scatters=scatters,
-            context=context,
-        )  # fmt: skip
+        strategy = by_layers(graph, topology, stages=row["pp"], schedule=own.schedule, **lays)
     else:
-        strategy = hybrid(graph, topology, tensor=row["tp"], microbatches=own.microbatches, scatters=scatters, context=context)
+        strategy = hybrid(graph, topology, **lays)
         strategy = in_micro_batches(graph, strategy, own.microbatches)
     if own.sharding != "none":
         strategy = ADDED[own.sharding](graph, topology, strategy)

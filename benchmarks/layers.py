@@ -10,7 +10,7 @@ from soap.model.graph import OperatorGraph
 from soap.schedules.named import parse
 from soap.strategy.config import Strategy
 from soap.strategy.grids import device_order
-from soap.strategy.megatron import staged
+from soap.strategy.megatron import ExpertMapping, staged
 from soap.strategy.stages import stages_of
 
 LAYER = re.compile(r"\b(?:blocks|layers|h|layer)\.(\d+)\b")
@@ -27,15 +27,17 @@ def by_layers(
     tensor: int = 1,
     scatters: bool = False,
     context: int = 1,
+    experts: ExpertMapping | None = None,
 ) -> Strategy:
     """A pipeline as Megatron-LM has it: stages of neighbouring devices, in each of which groups of ``tensor`` split matrices, ``context``
-    groups share positions, and groups of these divide the samples."""
+    groups share positions, and groups of these divide the samples. ``experts``: how these lie on a stage."""
     order, width, named = device_order(topology), topology.device_count // stages, parse(schedule)
     chunks = layer_chunks(graph, stages * named.chunks)
     placement = named.table(stages, microbatches).placement
     groups = [order[stage * width : (stage + 1) * width] for stage in range(stages)]
     blocks = [placement[chunk] for chunk in chunks]
-    strategy = staged(graph, topology, blocks, groups, tensor=tensor, microbatches=microbatches, scatters=scatters, context=context)
+    lays = {"tensor": tensor, "microbatches": microbatches, "scatters": scatters, "context": context}
+    strategy = staged(graph, topology, blocks, groups, **lays, experts=experts)
     return replace(strategy, microbatches=microbatches, stages=stages_of(graph, chunks), schedule=schedule)
 
 

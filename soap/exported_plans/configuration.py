@@ -152,7 +152,7 @@ def widths(graph: OperatorGraph, topology: Topology, base: Base, devices: int) -
     if base in ("single", "data"):
         return (1,)
     if base == "expert":
-        sizes = [op.factors[factor].size for op in graph.operators if (factor := expert_factor(op)) is not None]
+        sizes = [op.factors[factor].size for op in graph.operators if (factor := expert_factor(graph, op)) is not None]
         width = max((largest_divisor(most, size) for size in sizes), default=1)
         return (width,) if width > 1 else ()
     if base == "context":

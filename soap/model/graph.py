@@ -288,6 +288,9 @@ class OperatorGraph:
     ``loss_terms``: if the loss is a sum of scaled numbers, by number the loss's gradient by it; only the *epilogue*, which adds them up,
     reads these. With micro-batches the backward pass begins there. Empty for any other loss.
 
+    ``routed``: by tensor with the rows of each expert, the numbers of the experts that rows are for (``tracing.routing``). Its dimension 1 is
+    as long as if all experts had equally many.
+
     ``copies_of``: the graph of which this one has some of its equal copies (``soap.plan.copies``); micro-batches are cut as there.
     """
 
@@ -302,6 +305,7 @@ class OperatorGraph:
     sparse: Mapping[str, RowAccess] = field(default_factory=dict)
     sums_of: Mapping[str, str] = field(default_factory=dict)
     loss_terms: Mapping[str, float] = field(default_factory=dict)
+    routed: Mapping[str, str] = field(default_factory=dict)
     copies_of: OperatorGraph | None = None
 
     def __post_init__(self) -> None:

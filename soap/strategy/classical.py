@@ -18,24 +18,7 @@ from soap.strategy.grids import device_order, fill, grouped, largest_divisor, te
 from soap.strategy.megatron import balanced_blocks, context_parallel, hybrid, megatron, operator_work, sequence_parallel
 from soap.strategy.recomputation import recomputed
 from soap.strategy.sync import SHARDED, SHARDED_IN_HOSTS, SHARDED_STATE, SPARSE_ALL_GATHER, synchronized, usual_server
-from soap.strategy.tensor_parallel_chains import dense
-
-
-def expert_factor(op: Operator) -> int | None:
-    """The factor over experts; None if the operator has none.
-
-    It is summed and belongs to a parameter alone, which has a summed factor in common with what the operator reads, too: a table of
-    vectors has no such second one.
-    """
-    if not op.partitionable:
-        return None
-    read = {dim.factor for operand in op.inputs for dim in operand.dims}
-    for operand in op.parameters:
-        summed = {dim.factor for dim in operand.dims if dim.factor is not None and dim.exact and op.factors[dim.factor].summed}
-        alone = summed - read
-        if len(alone) == 1 and summed & read:
-            return alone.pop()
-    return None
+from soap.strategy.tensor_parallel_chains import dense, expert_factor
 
 
 def expert_parallel(graph: OperatorGraph, topology: Topology) -> Strategy:
@@ -47,7 +30,7 @@ def expert_parallel(graph: OperatorGraph, topology: Topology) -> Strategy:
     most, order = tensor_parallel_width(topology), device_order(topology)
     chosen: dict[int, OpConfig] = {}
     for i, op in enumerate(graph.operators):
-        factor = expert_factor(op)
+        factor = expert_factor(graph, op)
         width = 1 if factor is None else largest_divisor(most, op.factors[factor].size)
         if width > 1:
             chosen[i] = grouped(op, order, width, factor)

@@ -63,30 +63,27 @@ def grouped(
     width: int,
     factor: int | None = None,
     periods: int = 1,
-    *,
-    context: int = 1,
-    sequence: int | None = None,
+    outer: tuple[int | None, int] = (None, 1),
 ) -> OpConfig:  # fmt: skip
     """Samples split over groups of ``width`` neighbouring devices. Inside a group ``factor`` is split over the devices; without a factor
     every device of the group computes the same.
 
-    ``periods``: how many blocks lie side by side in ``factor``; each device gets its part of every block. ``context``: so many neighbouring
-    groups have the same samples; they share ``sequence``, or without such a factor do the same. It may be ``factor`` too: then positions
-    are split over the groups, and inside them.
+    ``periods``: how many blocks lie side by side in ``factor``; each device gets its part of every block. ``outer``: (another factor, in
+    how many parts it is split): each part is computed by neighbouring devices of the group, among which ``factor`` is split. Without such
+    a factor parts do the same. It may be ``factor`` too: then it is split over the parts, and inside them.
     """
-    groups, sample = len(order) // (width * context), sample_factor(op)
+    groups, sample, (apart, parts) = len(order) // width, sample_factor(op), outer
+    inner = width // parts
     degrees = [1] * len(op.factors)
     if sample is not None:
         degrees[sample] = min(groups, op.factors[sample].size)
     if factor is not None:
-        degrees[factor] = periods * width
-    if sequence is not None:
-        degrees[sequence] *= context
-    inside, across = width if factor is None else 1, groups if sample is None else 1
-    around = context if sequence is None else 1
-    places = sample, sequence, factor
-    devices = _grouped_devices(tuple(order), width, context, tuple(degrees), places, (across, around, inside))
-    return OpConfig(tuple(degrees), devices, inside * around * across)
+        degrees[factor] = periods * inner
+    if apart is not None:
+        degrees[apart] *= parts
+    replicas = groups if sample is None else 1, parts if apart is None else 1, inner if factor is None else 1
+    devices = _grouped_devices(tuple(order), inner, parts, tuple(degrees), (sample, apart, factor), replicas)
+    return OpConfig(tuple(degrees), devices, prod(replicas))
 
 
 def shared(op: Operator, order: Sequence[int], samples: int) -> OpConfig:
@@ -100,18 +97,19 @@ def shared(op: Operator, order: Sequence[int], samples: int) -> OpConfig:
 def _grouped_devices(
     order: tuple[int, ...],
     width: int,
-    context: int,
+    parts: int,
     degrees: tuple[int, ...],
-    places: tuple[int | None, int | None, int | None],
+    factors: tuple[int | None, int | None, int | None],
     replicas: tuple[int, int, int],
 ) -> tuple[int, ...]:
-    groups, (sample, sequence, factor) = len(order) // (width * context), places
+    """``width``: of each of the ``parts`` of a group. ``factors``: those split over groups, parts and inside."""
+    groups, (sample, apart, factor) = len(order) // (width * parts), factors
     devices: list[int] = []
     for replica, cell in product(product(*map(range, replicas)), product(*map(range, degrees))):
         group = replica[0] if sample is None else cell[sample] * groups // degrees[sample]
+        part = replica[1] if apart is None else cell[apart] // (degrees[apart] // parts)
         rank = replica[2] if factor is None else cell[factor] % width
-        part = replica[1] if sequence is None else cell[sequence] // (degrees[sequence] // context)
-        devices.append(order[(group * context + part) * width + rank])
+        devices.append(order[(group * parts + part) * width + rank])
     return tuple(devices)
 
 

@@ -5,14 +5,17 @@ layers are split by vocabulary. Cheap operators between such parts are repeated 
 
 In context parallelism the devices of a group share the positions of each sample's sequence. Everything follows its own positions; only
 attention gathers keys and values (as Llama 3 does it: Grattafiori et al. 2024, section 3.3.2).
+
+Experts have a mapping of their own on the devices of a stage (``ExpertMapping``), whatever the groups of the rest.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
+from typing import NamedTuple
 
 from soap.cluster.topology import Topology
 from soap.errors import StrategyError
@@ -21,7 +24,7 @@ from soap.model.graph import FactorKind, Operand, Operator, OperatorGraph, Tenso
 from soap.strategy.config import OpConfig, Strategy, settled
 from soap.strategy.grids import device_order, fill, grouped, shared, tensor_parallel_width
 from soap.strategy.stages import stages_of
-from soap.strategy.tensor_parallel_chains import Chain, dense, find_chains, table
+from soap.strategy.tensor_parallel_chains import Chain, dense, expert_factor, find_chains, table
 
 CHEAP_FLOPS_PER_ELEMENT = 64
 """Up to this many operations per element of its outputs, an operator is repeated rather than split, which saves gathering its inputs.
@@ -30,6 +33,14 @@ Norms, residual sums and activations need 1 to 20, matrix products and convoluti
 """
 CHEAP_FLOPS_PER_INPUT = 2
 """Or up to so many per element that it reads: means of squares, of which norms make one number for each token."""
+
+
+class ExpertMapping(NamedTuple):
+    """How experts lie on the devices of a stage: divided among ``parallel`` parts of a group, in each of which ``tensor`` neighbouring
+    devices split matrices. Groups divide the samples (Liu et al., "MoE Parallel Folding", 2025)."""
+
+    parallel: int
+    tensor: int = 1
 
 
 def megatron(graph: OperatorGraph, topology: Topology) -> Strategy:
@@ -56,10 +67,11 @@ def hybrid(
     microbatches: int = 1,
     scatters: bool = False,
     context: int = 1,
+    experts: ExpertMapping | None = None,
 ) -> Strategy:
     """``megatron`` with groups of ``tensor`` neighbouring devices, and with the operators in ``pipeline`` stages of about equal work, each
     on a group of its own (Narayanan et al. 2021). So each copy of the model takes ``tensor * context * pipeline`` neighbouring devices.
-    ``microbatches``, ``scatters``, ``context``: as in ``staged``.
+    ``microbatches``, ``scatters``, ``context``, ``experts``: as in ``staged``.
 
     StrategyError if the number of devices is not a multiple of that, or there are more stages than operators.
     """
@@ -70,14 +82,23 @@ def hybrid(
         for i in chain.factors:
             blocks[i] = first
     groups = copied_stages(topology, tensor=tensor * context, pipeline=pipeline)
-    return staged(graph, topology, blocks, groups, tensor=tensor, microbatches=microbatches, scatters=scatters, context=context)
+    return staged(
+        graph, topology, blocks, groups, tensor=tensor, microbatches=microbatches, scatters=scatters, context=context, experts=experts
+    )
 
 
 def three_dimensional(
-    graph: OperatorGraph, topology: Topology, *, tensor: int, pipeline: int, microbatches: int = 1, scatters: bool = False
+    graph: OperatorGraph,
+    topology: Topology,
+    *,
+    tensor: int,
+    pipeline: int,
+    microbatches: int = 1,
+    scatters: bool = False,
+    experts: ExpertMapping | None = None,
 ) -> Strategy:
-    """``hybrid`` as a pipeline by 1F1B: an operator reads what its own stage or one before it makes. ``microbatches``, ``scatters``: as in
-    ``staged``. StrategyError as from ``hybrid``."""
+    """``hybrid`` as a pipeline by 1F1B: an operator reads what its own stage or one before it makes. The rest as in ``staged``.
+    StrategyError as from ``hybrid``."""
     _require_groups(graph, topology, tensor, pipeline)
     blocks, chains, before = balanced_blocks(operator_work(graph), pipeline), find_chains(graph), list[int]()
     while blocks != before:
@@ -92,7 +113,7 @@ def three_dimensional(
                     maker = graph.producers[operand.tensor][0]
                     blocks[maker] = min(blocks[maker], blocks[i])
     groups = copied_stages(topology, tensor=tensor, pipeline=pipeline)
-    strategy = staged(graph, topology, blocks, groups, tensor=tensor, microbatches=microbatches, scatters=scatters)
+    strategy = staged(graph, topology, blocks, groups, tensor=tensor, microbatches=microbatches, scatters=scatters, experts=experts)
     return replace(strategy, stages=stages_of(graph, blocks), schedule="1f1b")
 
 
@@ -124,16 +145,18 @@ def staged(
     microbatches: int = 1,
     scatters: bool = False,
     context: int = 1,
+    experts: ExpertMapping | None = None,
 ) -> Strategy:
     """``megatron`` in groups of ``tensor`` devices with each operator on the devices of its stage. ``blocks``: by operator, its stage; a
     chain of tensor parallelism is in one of them. ``stages``: the devices of each, a multiple of ``tensor``. ``microbatches``: what the
     strategy will have; operators whose samples are too few for all devices of a stage are repeated on several. ``scatters``: as
-    ``sequence_parallel`` does. ``context``: so many neighbouring groups share the positions of their samples' sequences."""
+    ``sequence_parallel`` does. ``context``: so many neighbouring groups share the positions of their samples' sequences. ``experts``: how
+    they lie; by default all of them on each group, which splits their matrices. StrategyError if they do not divide so."""
     orders = [tuple(stages[block]) for block in blocks]
     placement = _Placement(graph, orders, topology.device_count, scatters=scatters, context=context)
     if microbatches > 1 or context > 1:
         placement.repeat_few(MicroBatches(graph, microbatches))
-    return placement.place(tensor)
+    return placement.place(tensor, experts)
 
 
 def _everywhere(graph: OperatorGraph, topology: Topology, *, scatters: bool = False) -> _Placement:
@@ -171,22 +194,42 @@ class _Placement:
 
     def _grouped(self, i: int, width: int, factor: int | None = None, periods: int = 1) -> OpConfig:
         """The operator in groups of devices, which share positions if it has some."""
-        own = self._graph.operators[i]
-        return grouped(own, self._orders[i], width, factor, periods, context=self._context, sequence=self._positions.get(i))
+        own, outer = self._graph.operators[i], (self._positions.get(i), self._context)
+        return grouped(own, self._orders[i], width * self._context, factor, periods, outer)
 
-    def place(self, most: int) -> Strategy:
+    def place(self, most: int, experts: ExpertMapping | None = None) -> Strategy:
         """The strategy with groups of at most ``most`` devices."""
         graph = self._graph
-        chains: list[tuple[Chain, int]] = [(chain, chain.width(graph, most)) for chain in self._chains] if most > 1 else []
+        of_experts = {i: factor for i, op in enumerate(graph.operators) if (factor := expert_factor(graph, op)) is not None}
+        split = [chain for chain in self._chains if of_experts.keys().isdisjoint(chain.factors)]
+        chains: list[tuple[Chain, int]] = [(chain, chain.width(graph, most)) for chain in split] if most > 1 else []
         width = max((width for _, width in chains if width > 1), default=most)
         for chain, own in chains:
             if own > 1:
                 self._gathered.update(chain.rows)
                 for i, factor in chain.factors.items():
                     self._chosen[i] = self._grouped(i, own, factor, chain.periods.get(i, 1))
+        self._place_experts(of_experts, experts or ExpertMapping(1, most))
         self._split_vocabularies(width)
         self._repeat_between(width)
         return settled(graph, fill(graph, self._orders, self._few | self._chosen), self._device_count)
+
+    def _place_experts(self, of_experts: Mapping[int, int], own: ExpertMapping) -> None:
+        """Divide experts (``of_experts``: position -> factor), and split their matrices."""
+        graph, chains = self._graph, {i: chain for chain in self._chains for i in chain.factors}
+        for i, factor in of_experts.items():
+            op, devices, width = graph.operators[i], len(self._orders[i]), own.parallel * own.tensor
+            if devices % width or op.factors[factor].size < own.parallel:
+                raise StrategyError(
+                    f"{op.factors[factor].size} experts in {own.parallel} parts of {own.tensor} devices, on {devices} devices of a stage; "
+                    "expected a divisor of the number of devices, and no more parts than experts"
+                )
+            chain = chains.get(i) if own.tensor > 1 else None
+            fits = chain is not None and chain.width(graph, own.tensor) == own.tensor
+            inner, periods = (chain.factors[i], chain.periods.get(i, 1)) if chain is not None and fits else (None, 1)
+            outer = (factor, own.parallel) if own.parallel > 1 else (None, 1)
+            if width > 1:
+                self._chosen[i] = grouped(op, self._orders[i], width if inner is not None or own.parallel > 1 else 1, inner, periods, outer)
 
     def _split_vocabularies(self, width: int) -> None:
         """Split tables by entries and output layers by columns where the vocabulary is larger than the features."""

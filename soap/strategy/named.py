@@ -19,7 +19,7 @@ from soap.strategy.classical import CLASSICAL, NAMED, RECOMPUTED, SYNCHRONIZED, 
 from soap.strategy.config import Strategy
 from soap.strategy.consistency import ASYNC, BOUNDED, parse
 from soap.strategy.grids import tensor_parallel_width
-from soap.strategy.megatron import three_dimensional
+from soap.strategy.megatron import ExpertMapping, three_dimensional
 from soap.strategy.offloading import away
 from soap.strategy.ralp import RALP
 from soap.strategy.recomputation import in_micro_batches, recomputed, selectively_recomputed
@@ -38,6 +38,8 @@ RECOMPUTE, SELECTIVE, OFFLOAD, OFFLOAD_KEPT = "recompute", "selective", "offload
 UNEVEN = "uneven"
 MICRO_BATCHES = "microbatches"
 """With ``WIDTH`` and a number behind it."""
+OF_EXPERTS = "experts"
+"""With ``WIDTH`` and in how many parts they are divided behind it, and perhaps ``STAGES`` and how many devices split each matrix."""
 
 Added = Callable[[OperatorGraph, Topology, Strategy], Strategy]
 """Puts something on top of a strategy."""
@@ -107,6 +109,10 @@ def check_name(name: str) -> None:
             if base not in SERVED:
                 raise StrategyError(f"strategy {name[:80]!r}: {added[:80]!r} is for servers and workers; expected it behind {_counted()}")
             parse(added)
+        elif added.startswith(OF_EXPERTS):
+            if base not in GROUPED or _mapping(added) is None:
+                forms = f"{MEGATRON}{WIDTH}N{JOIN}{OF_EXPERTS}{WIDTH}E, or {OF_EXPERTS}{WIDTH}E{STAGES}T"
+                raise StrategyError(f"strategy {name[:80]!r}: {added[:80]!r} divides experts; expected it as in {forms}")
         elif _added(added) is None:
             known = f"{', '.join(ADDED)}, {MICRO_BATCHES}{WIDTH}N{did_you_mean(added, ADDED)}"
             raise StrategyError(f"strategy {name[:80]!r}: {added[:80]!r} cannot be put on top of another one; expected one of {known}")
@@ -118,7 +124,8 @@ def forms() -> str:
     return (
         f"{', '.join((*NAMED, *SIMULATED))}; {MEGATRON}{WIDTH}N (in groups of N devices); {MEGATRON}{WIDTH}N{STAGES}P (in P "
         f"stages of such groups, by 1F1B; {SEQUENCE_PARALLEL} likewise); {RALP}{WIDTH}N (on N devices of servers); "
-        f"{stale}; with {JOIN}{f' or {JOIN}'.join(ADDED)} or {JOIN}{MICRO_BATCHES}{WIDTH}N (in N parts of the samples) behind it"
+        f"{stale}; with {JOIN}{f' or {JOIN}'.join(ADDED)} or {JOIN}{MICRO_BATCHES}{WIDTH}N (in N parts of the samples) behind it; "
+        f"{MEGATRON} also with {JOIN}{OF_EXPERTS}{WIDTH}E (in E parts)"
     )
 
 
@@ -128,6 +135,15 @@ def _added(name: str) -> Added | None:
     if first != MICRO_BATCHES or not _is_count(count):
         return ADDED.get(name)
     return lambda graph, topology, strategy: in_micro_batches(graph, strategy, int(count))
+
+
+def _mapping(added: str) -> ExpertMapping | None:
+    """How experts lie by this name; None if it says nothing of them."""
+    first, _, counts = added.partition(WIDTH)
+    parts, found, width = counts.partition(STAGES)
+    if first != OF_EXPERTS or not _is_count(parts) or (found and not _is_count(width)):
+        return None
+    return ExpertMapping(int(parts), int(width) if found else 1)
 
 
 def _counted() -> str:
@@ -151,10 +167,14 @@ def named(name: str, graph: OperatorGraph, topology: Topology, found_one: Strate
         tensor, _, stages = (width or str(tensor_parallel_width(topology))).partition(STAGES)
         parts = next((int(added.partition(WIDTH)[2]) for added in rest if added.startswith(MICRO_BATCHES)), 1)
         make, scatters = three_dimensional if stages else hybrid, base == SEQUENCE_PARALLEL
-        strategy = make(graph, topology, tensor=int(tensor), pipeline=int(stages or 1), microbatches=parts, scatters=scatters)
+        own = next((found for added in rest if (found := _mapping(added)) is not None), None)
+        degrees = {"tensor": int(tensor), "pipeline": int(stages or 1), "microbatches": parts}
+        strategy = make(graph, topology, **degrees, scatters=scatters, experts=own)
     else:
         strategy = NAMED[base](graph, topology)
     for added in rest:
+        if _mapping(added) is not None:
+            continue
         add = _added(added)
         strategy = replace(strategy, consistency=added) if add is None else add(graph, topology, strategy)
     return strategy

@@ -16,7 +16,7 @@ from soap.model.graph import DimMap, FactorKind, Operand, Operator, OperatorGrap
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """A weight matrix applied to an input. ``column``: the factor over its outputs. ``row``: the factor over its inputs; None if that
+    """A weight matrix, or one for each expert, applied to an input. ``column``: the factor over its outputs. ``row``: the factor over its inputs; None if that
     cannot be split. ``outputs``, ``inputs``: the matrix's two sizes, in elements.
     """
 
@@ -64,16 +64,36 @@ def dense(graph: OperatorGraph, op: Operator) -> Dense | None:
     if not op.partitionable:
         return None
     for operand in op.parameters:
-        if len(operand.dims) != 2:
+        rank = len(operand.dims)
+        if rank != 2 and not (rank == 3 and operand.dims[0].factor == expert_factor(graph, op) is not None):
             continue
         shape = graph.tensors[operand.tensor].shape
-        for outer, inner in ((0, 1), (1, 0)):
+        for outer, inner in ((rank - 2, rank - 1), (rank - 1, rank - 2)):
             column, row = operand.dims[outer], operand.dims[inner]
             if not _is_column(op, column) or not (row.factor is None or (row.exact and _is_reduction(op, row.factor))):
                 continue
             if any(_applies(graph, source, row.factor, shape[inner]) for source in op.inputs):
                 assert column.factor is not None
                 return Dense(column.factor, row.factor, shape[outer], shape[inner])
+    return None
+
+
+def expert_factor(graph: OperatorGraph, op: Operator) -> int | None:
+    """The factor over experts of an operator that has parameters of experts; None if it has none.
+
+    Where rows are routed, what it makes follows it. Else it is summed and belongs to a parameter alone, which has a summed factor in common
+    with what the operator reads, too: a table of vectors has no such second one.
+    """
+    if not op.partitionable:
+        return None
+    routed = {out.dims[0].factor for out in op.outputs if out.tensor in graph.routed} - {None}
+    read = {dim.factor for operand in op.inputs for dim in operand.dims}
+    for operand in op.parameters:
+        exact = {dim.factor for dim in operand.dims if dim.exact}
+        summed = {factor for factor in exact if factor is not None and op.factors[factor].summed}
+        alone = routed & exact or (summed - read if summed & read else set())
+        if len(alone) == 1:
+            return alone.pop()
     return None
 
 

@@ -37,11 +37,12 @@ class BufferRef:
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """Shape and dtype of a tensor value. ``origin``: where it comes from, if no call makes it; see ``Program``."""
+    """Shape and dtype of a tensor value. ``routed``: of routed rows (``tracing.routing``), the value with the numbers of their experts."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    routed: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -280,7 +280,8 @@ class CompiledTile:
         rule = step.rule
         if isinstance(call.target, Autocast) and rule.run is not None:
             rule = replace(rule, run=call.target.within(rule.run))
-        makes = [(self._place(name, box), lengths(box)) for name, box in zip(call.outputs, output_boxes, strict=True)]
+        shapes_made = [None if values[name].routed else lengths(box) for name, box in zip(call.outputs, output_boxes, strict=True)]
+        makes = [(self._place(name, box), shape) for name, box, shape in zip(call.outputs, output_boxes, shapes_made, strict=True)]
         narrow = None if isinstance(call.target, Autocast) else PRODUCTS.get(call.kind)
         return _Step(local, reads, makes, run, rule, widens=part_of_sum, narrow=narrow if part_of_sum else None)
 
@@ -298,7 +299,7 @@ Runner = Callable[[Sequence[torch.Tensor], TileContext], Any]
 
 
 class _Step:
-    """One call. ``reads``: (place, what to cut of it). ``makes``: (place, shape). Shapes are checked when it first runs. ``widens``:
+    """One call. ``reads``: (place, what to cut of it). ``makes``: (place, shape; None of routed rows). Shapes are checked when it first runs. ``widens``:
     its result is a part of a sum; narrow types are computed in float32, as parts may be far larger than their sum. ``narrow``: makes such a
     result without that, where operands allow it."""
 
@@ -310,7 +311,7 @@ class _Step:
         self,
         local: Local,
         reads: Sequence[tuple[int, _Cut]],
-        makes: Sequence[tuple[int, tuple[int, ...]]],
+        makes: Sequence[tuple[int, tuple[int, ...] | None]],
         run: Runner | None,
         rule: Tiled,
         *,
@@ -394,7 +395,7 @@ class _Step:
 
     def _check(self, results: Sequence[torch.Tensor]) -> None:
         for (place, shape), tensor in zip(self.makes, results, strict=False):
-            if place not in self.unread and tensor.shape != shape:
+            if place not in self.unread and shape is not None and tensor.shape != shape:
                 name, box = self.local.call.name, self.local.output_boxes
                 raise ModelError(f"internal: {name} gave shape {tuple(tensor.shape)} for region {box}; please report this")
         self._checked = True

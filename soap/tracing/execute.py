@@ -195,8 +195,12 @@ class TracedModel:
         return frozenset(sums for sums, always in found.items() if always)
 
     def is_pure(self, operator: int) -> bool:
-        """Whether tiles of an operator are functions of their operands alone: no random numbers, nothing noted for the end of the step."""
-        calls = [step.call for step in self.programs[self.graph.operators[operator].name].steps]
+        """Whether tiles of an operator are functions of their operands alone, of fixed shapes: no random numbers, nothing noted for the end
+        of the step, no routed rows."""
+        op = self.graph.operators[operator]
+        if any(operand.tensor in self.graph.routed for operand in (*op.inputs, *op.outputs)):
+            return False  # how many rows there are follows from other tensors
+        calls = [step.call for step in self.programs[op.name].steps]
         leaves = (leaf for call in calls for leaf in walk((call.args, dict(call.kwargs))))
         return not any(is_random(call) for call in calls) and not any(isinstance(leaf, BufferRef) for leaf in leaves)
 

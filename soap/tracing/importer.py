@@ -51,6 +51,7 @@ from soap.tracing.naming import anchor, canonical_names, group_outputs, operator
 from soap.tracing.nodes import canonical_buffers
 from soap.tracing.reader import Reader, Shapes, at_sizes, is_dynamic
 from soap.tracing.rewriting import find_equal_bags, find_grouped_queries, find_masks, unsort_experts
+from soap.tracing.routing import route_experts
 from soap.tracing.row_counting import measured_by_examples
 from soap.tracing.rules.norm import batch_norm_apply
 from soap.tracing.rules.notation import Maps, target_name
@@ -171,6 +172,7 @@ def import_program(
         program = Reader(exported, dtype, caster=caster, local_statistics=batch_norm == "local").read()
         find_equal_bags(program)
         unsort_experts(program)
+        route_experts(program, _batch(program, batch_dims or {}))
         find_masks(program, plan_only=plan_only)
         find_grouped_queries(program)
         fold(program, plan_only=plan_only)
@@ -200,6 +202,13 @@ def import_program(
         found = replace(graph, footprints=known, part_footprints=parts)
         model.graph = replace(found, sparse=measured_by_examples(model), loss_terms=find_loss_terms(model))
         return model
+
+
+def _batch(program: Program, batch_dims: Mapping[str, int]) -> int | None:
+    """How many samples the inputs have; None if they have none, or differ."""
+    dims = [(program.values[name].shape, batch_dims.get(name, 0)) for name in program.inputs]
+    found = {shape[dim] for shape, dim in dims if 0 <= dim < len(shape)}
+    return found.pop() if len(found) == 1 else None
 
 
 def _unchanged(exported: ExportedProgram, program: Program, graph: OperatorGraph, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
@@ -267,7 +276,9 @@ class _Builder:
         applied = [call.operands[:2] for call in program.calls if call.target is batch_norm_apply]
         between = [(x, sums) for x, sums in applied if {x, sums} <= self.tensor_names.keys()]  # others stay within an operator
         sums_of = {self.tensor_names[sums]: self.tensor_names[x] for x, sums in between}
-        return replace(graph, sparse=find_sparse(graph, programs, program.values), sums_of=sums_of), programs
+        own = ((self.tensor_names.get(value), self.tensor_names.get(info.routed)) for value, info in program.values.items())
+        routed = {tensor: ids for tensor, ids in own if tensor is not None and ids is not None}
+        return replace(graph, sparse=find_sparse(graph, programs, program.values), sums_of=sums_of, routed=routed), programs
 
     def _operator(self, group: Group, name: str, outputs: Sequence[str]) -> tuple[Operator, OperatorProgram]:
         partitionable = all(step.rule.known for step in group.steps)

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
 from soap.model.dtypes import is_differentiable
 from soap.model.graph import Operator, OperatorGraph, TensorKind
-from soap.model.regions import relative, whole
+from soap.model.regions import Box, relative, whole
 from soap.plan.tiling import tiles_of
+from soap.runtime.step.routed import Ids, RoutedRows
 from soap.strategy.config import OpConfig
 from soap.tracing.calls import TileContext
 from soap.tracing.execute import TracedModel
@@ -36,6 +38,24 @@ def draw_configs(graph: OperatorGraph, rng: random.Random) -> dict[str, OpConfig
     return {op.name: random_degrees(op, rng) for op in graph.operators}
 
 
+def _rows(graph: OperatorGraph, tensors: Mapping[str, torch.Tensor], name: str) -> RoutedRows:
+    """Where the rows of all experts are."""
+    shape = graph.tensors[name].shape
+    return RoutedRows(Ids(tensors[graph.routed[name]], 0), whole(shape), shape[0])
+
+
+def _place(graph: OperatorGraph, tensors: Mapping[str, torch.Tensor], name: str, box: Box) -> Any:
+    """An index of a region of a whole tensor."""
+    if name not in graph.routed:
+        return relative(box, whole(graph.tensors[name].shape))
+    found = _rows(graph, tensors, name).within(box)
+    return (slice(None) if found is None else found, *(slice(*own) for own in box[2:]))
+
+
+def _region(graph: OperatorGraph, tensors: Mapping[str, torch.Tensor], name: str, box: Box) -> torch.Tensor:
+    return tensors[name][_place(graph, tensors, name, box)]
+
+
 def emulated_loss(
     model: TracedModel,
     configs: Mapping[str, OpConfig],
@@ -50,18 +70,22 @@ def emulated_loss(
         made: list[torch.Tensor | None] = [None] * len(op.outputs)
         for tile in tiles_of(graph, position, configs[op.name]):
             local = [
-                tensors[o.tensor][relative(box, whole(graph.tensors[o.tensor].shape))].clone()
+                _region(graph, tensors, o.tensor, box).clone()
                 for o, box in zip((*op.inputs, *op.parameters), (*tile.inputs, *tile.parameters), strict=True)
             ]
             results = model.run_tile(tile, local[: len(op.inputs)], local[len(op.inputs) :], context)
             for k, (operand, result, box) in enumerate(zip(op.outputs, results, tile.outputs, strict=True)):
                 shape = graph.tensors[operand.tensor].shape
-                assert tuple(result.shape) == tuple(b - a for a, b in box)
+                place = _place(graph, tensors, operand.tensor, box)
+                if operand.tensor in graph.routed:
+                    shape = (_rows(graph, tensors, operand.tensor).count, *shape[2:])
+                else:
+                    assert tuple(result.shape) == tuple(b - a for a, b in box)
                 so_far = made[k]
                 if so_far is None:
                     so_far = torch.zeros(shape, dtype=result.dtype)
                 placed = torch.zeros(shape, dtype=result.dtype)
-                placed[relative(box, whole(shape))] = result
+                placed[place] = result
                 made[k] = so_far + placed
         for operand, tensor in zip(op.outputs, made, strict=True):
             assert tensor is not None

@@ -205,6 +205,8 @@ class Communicator:
 
     def send(self, tensor: torch.Tensor, target: int, tag: int) -> Pending:
         """Start sending; ``finish_sends`` waits for it. The tensor must not change until then."""
+        if not tensor.numel():
+            return Pending((), tensor)  # of routed rows, of which there may be none: the other end knows
         wire = self.to_wire(plain(tensor.detach().contiguous()))
         pending = Pending(self._point_to_point(dist.isend, wire, target, tag, target < self.rank), wire)
         self.keep(pending)
@@ -212,6 +214,8 @@ class Communicator:
 
     def receive(self, buffer: torch.Tensor, source: int, tag: int) -> Pending:
         """Start receiving into a contiguous buffer."""
+        if not buffer.numel():
+            return Pending((), buffer)
         wire, finish = self.from_wire(plain(buffer))
         return Pending(self._point_to_point(dist.irecv, wire, source, tag, self.rank < source), buffer, finish)
 

@@ -48,7 +48,6 @@ class Piece:
 
     holding: int
     box: Box
-    part: Part
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +142,8 @@ class PreparedTile:
     lookups. ``leaves``: the fetches that it reads. ``gathered``: pieces that it reads of values which are gathered for their uses.
     ``needs``, ``frees``: synchronizations of which it is the rank's first, or last, to read such values.
 
-    ``checked``: shapes and dtypes of its outputs have been checked once.
+    ``routed``: the input with the experts' numbers, if it makes routed rows. ``checked``: shapes and dtypes of its outputs have been checked
+    once.
     """
 
     number: int
@@ -166,6 +166,7 @@ class PreparedTile:
     needs: tuple[int, ...] = ()
     frees: tuple[int, ...] = ()
     light: bool = False
+    routed: int | None = None
     checked: bool = False
 
     def check(self, outputs: Sequence[torch.Tensor | None]) -> None:
@@ -173,7 +174,8 @@ class PreparedTile:
         if self.checked:
             return
         for operand, expected, output in zip(self.operator.outputs, self.made, outputs, strict=True):
-            if output is not None and (output.shape, output.dtype) != expected:
+            shape = None if output is None else output.shape[1:] if self.routed is not None else output.shape
+            if output is not None and (shape, output.dtype) != (expected[0][self.routed is not None :], expected[1]):
                 raise RuntimeFailure(
                     f"tile {self.tile.index} of operator {self.operator.name!r} made {operand.tensor!r} as {tuple(output.shape)} "
                     f"{output.dtype}; expected {expected[0]} {expected[1]}: this is a defect of the operator's rule, please report it"
@@ -224,7 +226,7 @@ class PreparedTiles:
             tuple(self._source(number, k) for k in range(len(op.inputs))),
             tuple(self._parameter(number, k) for k in range(len(op.parameters))),
             tuple(read for k in range(len(op.parameters)) for read in self._rows(number, k)),
-            tuple((lengths(box), self._made_dtype(number, k)) for k, box in enumerate(tile.outputs)),
+            tuple((self._made_shape(op, k, box), self._made_dtype(number, k)) for k, box in enumerate(tile.outputs)),
             tuple(self._held(number, output, holding) for output, holding in program.index.direct.get(number, ())),
             tuple(self._summand(number, k) for k in range(len(op.outputs)) if (number, k) in program.index.partial),
             tuple(self.fetches[fetch] for fetch in fetches if fetch is not None),
@@ -232,12 +234,22 @@ class PreparedTiles:
             self.needed.get((ActionKind.TILE, number), ()),
             self.freed.get((ActionKind.TILE, number), ()),
             number in program.recomputed and tile.operator in self._plan.light_operators,
+            self._ids(op),
         )
+
+    def _ids(self, op: Operator) -> int | None:
+        """Which input has the experts' numbers of the routed rows that an operator makes; None if it makes none."""
+        routed = {self._plan.graph.routed.get(out.tensor) for out in op.outputs} - {None}
+        return next((place for place, operand in enumerate(op.inputs) if operand.tensor in routed), None)
 
     def _gathered_pieces(self, number: int) -> tuple[int, ...]:
         operands = range(len(self._plan.tiles[number].parameters))
         found = (piece for k in operands for piece in self._shards.region(number, k).pieces if piece in self._gathered)
         return tuple(dict.fromkeys(found))
+
+    def _made_shape(self, op: Operator, output: int, box: Box) -> tuple[int, ...]:
+        """Of routed rows as many as it makes without any."""
+        return (0, *lengths(box)[2:]) if op.outputs[output].tensor in self._plan.graph.routed else lengths(box)
 
     def _made_dtype(self, number: int, output: int) -> torch.dtype:
         dtype = self._dtype_of(self._plan.operator(self._plan.tiles[number]).outputs[output].tensor)
@@ -246,8 +258,8 @@ class PreparedTiles:
     def _fetched(self, number: int) -> Fetched:
         plan, fetch = self._plan, self._plan.fetches[number]
         carried = number in self._program.index.carriers
-        pieces = tuple(Piece(p.holding, p.box, _part(plan.holdings[p.holding].box, p.box)) for p in fetch.pieces)
-        is_sole = not carried and len(pieces) == 1 and pieces[0].box == fetch.box and pieces[0].part is None
+        pieces = tuple(Piece(p.holding, p.box) for p in fetch.pieces)
+        is_sole = not carried and len(pieces) == 1 and pieces[0].box == fetch.box == plan.holdings[pieces[0].holding].box
         holdings = tuple(dict.fromkeys(piece.holding for piece in local_pieces(plan, fetch)))
         sole = pieces[0].holding if is_sole else None
         return Fetched(number, ("fetch", number), fetch.tensor, fetch.box, carried, pieces, holdings, sole)

@@ -23,12 +23,13 @@ from soap.plan.departures import sending_pass
 from soap.plan.plan import ASK_NAME, Exchange, Pattern, exchange_name, message_name, recompute_name, reduce_name, remote_parts
 from soap.plan.plan import Part as MessagePart
 from soap.plan.running.activity import ValueKey
-from soap.runtime.comm.packing import are_adjacent, assemble, cut
+from soap.runtime.comm.packing import are_adjacent
 from soap.runtime.comm.redistribute import Pending
 from soap.runtime.marks.seam import OnRank
 from soap.runtime.program.actions import ActionKind
-from soap.runtime.program.prepared import Fetched, Outputs, Parameter, Part, Piece, PreparedTile, PreparedTiles, Source, StepInputs, Unit
+from soap.runtime.program.prepared import Fetched, Outputs, Parameter, Piece, PreparedTile, PreparedTiles, Source, StepInputs, Unit
 from soap.runtime.step.gradients import Gradients
+from soap.runtime.step.routed import Ids, RegionKey
 from soap.runtime.step.state import Output, StepState, leaf
 from soap.runtime.sync.look_ups import Asked, LookUps, rows_for
 from soap.runtime.sync.shards import ShardStore
@@ -75,6 +76,7 @@ class ForwardPass:
         self._products = KeptProducts(state)
         self._arrivals = Arrivals(state)
         self._reducing: dict[int, Pending] = {}
+        state.regions.ids_of = self._ids_of
 
     def run_tile(self, number: int) -> None:
         """Compute a tile."""
@@ -88,6 +90,8 @@ class ForwardPass:
         if tile.gathered:
             outputs = self._without_values(tile, outputs)
         tile.check(outputs)
+        if tile.routed is not None:
+            self._note_rows(tile, tile.routed)
         if tile.held:
             self._keep_held(tile, outputs)
         if tile.summands:
@@ -96,6 +100,30 @@ class ForwardPass:
             self._leave_fetch(fetch)
         for sync in () if self._second else tile.frees:
             self._values[sync].free(sync)
+
+    def _note_rows(self, tile: PreparedTile, ids: int) -> None:
+        """Note where routed rows that a tile makes are, by its input with the experts' numbers."""
+        source = tile.inputs[ids]
+        if source.empty:
+            return
+        own = Ids(self._input(source), source.box[0][0])
+        for held in tile.held:
+            if self.state.regions.is_routed(("holding", held.holding)):
+                self.state.regions.note(("holding", held.holding), own)
+        for summand in tile.summands:
+            self.state.regions.note(("sum", summand.reduction), own)
+            holding = self.program.index.reduced.get((summand.reduction, self.state.rank))
+            if holding is not None:
+                self.state.regions.note(("holding", holding), own)
+
+    def _ids_of(self, key: RegionKey) -> Ids:
+        """The experts' numbers for routed rows that this rank fetches: those of a tile that reads them."""
+        assert key[0] == "fetch", "of routed rows that a rank makes, the numbers are noted"
+        fetch = self.plan.fetches[key[1]]
+        tile = self._prepared.tiles[fetch.consumers[0][0]]
+        ids = self.state.graph.routed[fetch.tensor]
+        source = next(source for source in tile.inputs if source.tensor == ids)
+        return Ids(self._input(source), source.box[0][0])
 
     def _without_values(self, tile: PreparedTile, outputs: Outputs) -> Outputs:
         """The outputs; those that are views of values which are gathered for their uses become copies."""
@@ -175,7 +203,7 @@ class ForwardPass:
             self._arrivals.expect_message(number)
             return
         parts = remote_parts(self.plan, message.parts)
-        values = [cut(self._held(holding), self.plan.holdings[holding].box, box) for _, _, box, holding in parts]
+        values = [self.state.regions.cut(("holding", holding), self._held(holding), box) for _, _, box, holding in parts]
         answered = any(fetch in self.program.activity.fetches for fetch, _ in message.parts)
         sending = None if answered else sending_pass(self.plan, message, gradient=False)
         pending = self.state.send(values, message.target, self.program.tags[number], message_name(self.plan, message), sending)
@@ -194,7 +222,7 @@ class ForwardPass:
         reduction, total = self.plan.reductions[number], self._own_sum(number)
         name = reduce_name(self.state.graph.operators[reduction.operator], reduction)
         state = self.state
-        pending = state.scatter_sum(total, reduction, name) if reduction.cells else state.sum_over(total, reduction.devices, name)
+        pending = state.scatter_sum(total, number, name) if reduction.cells else state.sum_over(total, reduction.devices, name)
         self._round(pending, number)
         holding = self.program.index.reduced.get((number, state.rank))
         if holding is not None and state.values.has_readers(("holding", holding)):
@@ -330,7 +358,7 @@ class ForwardPass:
             return self._arrived(fetch)
         if fetch.number not in self._fetched:
             values = [self._piece(piece) for piece in fetch.pieces]
-            self._fetched[fetch.number] = assemble(fetch.box, [piece.box for piece in fetch.pieces], values)
+            self._fetched[fetch.number] = self.state.regions.assemble(fetch.key, [piece.box for piece in fetch.pieces], values)
         return self._fetched[fetch.number]
 
     def _arrived(self, fetch: Fetched) -> torch.Tensor:
@@ -346,7 +374,8 @@ class ForwardPass:
     def _piece(self, piece: Piece) -> torch.Tensor:
         """One piece of a fetch: linked by autograd if this segment made it, else cut from a leaf."""
         attached = self._attached.get(piece.holding)
-        return _cut(self._holding_leaf(piece.holding) if attached is None else attached, piece.part)
+        tensor = self._holding_leaf(piece.holding) if attached is None else attached
+        return self.state.regions.cut(("holding", piece.holding), tensor, piece.box)
 
     def _holding_leaf(self, holding: int) -> torch.Tensor:
         """The leaf of a holding that comes from another segment or from a sum."""
@@ -389,10 +418,6 @@ class ForwardPass:
         return region
 
 
-def _cut(tensor: torch.Tensor, part: Part) -> torch.Tensor:
-    return tensor if part is None else tensor[part]
-
-
 Compute = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 """Computes a tile from its inputs."""
 
@@ -429,6 +454,7 @@ class Arrivals:
     def __init__(self, state: StepState) -> None:
         self._state, self._plan = state, state.plan
         self._rooms: dict[int, torch.Tensor] = {}
+        self._parts: dict[MessagePart, torch.Tensor] = {}
         self._pending: dict[int, list[Pending]] = {}
         self._filled: set[int] = set()
 
@@ -463,10 +489,15 @@ class Arrivals:
         """The region of a fetch, once it is complete."""
         for pending in self._pending.pop(fetch):
             pending.wait()
+        key: RegionKey = ("fetch", fetch)
+        if self._state.regions.is_routed(key):
+            self._rooms[fetch] = self._state.regions.empty(key)
         if fetch not in self._filled:
-            for place in range(len(self._plan.fetches[fetch].pieces)):
-                if self._source((fetch, place)) == self._state.rank:
-                    self._place((fetch, place)).copy_(self._value((fetch, place), held))
+            for place, piece in enumerate(self._plan.fetches[fetch].pieces):
+                part = (fetch, place)
+                came = self._value(part, held) if self._source(part) == self._state.rank else self._parts.pop(part, None)
+                if came is not None:
+                    self._state.regions.put(key, self._rooms[fetch], piece.box, came)
         return self._rooms.pop(fetch)
 
     def _broadcast(self, exchange: Exchange, held: Held) -> None:
@@ -482,7 +513,7 @@ class Arrivals:
     ) -> None:
         """Send this rank's own pieces to itself, too, if they are ``there`` and make the received parts adjacent: no buffer then."""
         fetches = {fetch for fetch, _ in parts}
-        if len(fetches) != 1:
+        if len(fetches) != 1 or self._state.regions.is_routed(("fetch", *fetches)):
             return
         (fetch,) = fetches
         own = [(fetch, k) for k in range(len(self._plan.fetches[fetch].pieces)) if self._source((fetch, k)) == self._state.rank]
@@ -504,10 +535,14 @@ class Arrivals:
 
     def _value(self, part: MessagePart, held: Held) -> torch.Tensor:
         piece = self._plan.fetches[part[0]].pieces[part[1]]
-        return cut(held(piece.holding), self._plan.holdings[piece.holding].box, piece.box)
+        return self._state.regions.cut(("holding", piece.holding), held(piece.holding), piece.box)
 
     def _place(self, part: MessagePart) -> torch.Tensor:
-        fetch = self._plan.fetches[part[0]]
+        key: RegionKey = ("fetch", part[0])
+        box, regions = self._plan.fetches[part[0]].pieces[part[1]].box, self._state.regions
+        if regions.is_routed(key):
+            self._parts[part] = regions.empty(key, box)
+            return self._parts[part]
         if part[0] not in self._rooms:
-            self._rooms[part[0]] = self._state.empty(fetch.box, fetch.tensor)
-        return cut(self._rooms[part[0]], fetch.box, fetch.pieces[part[1]].box)
+            self._rooms[part[0]] = regions.empty(key)
+        return regions.cut(key, self._rooms[part[0]], box)

@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 
 from soap.model.dtypes import is_differentiable
-from soap.model.regions import Box, lengths
+from soap.model.regions import Box, lengths, volume
 from soap.plan.delivery import reduced_tensor
 from soap.plan.departures import PASSES_UNDER_WAY, Route
-from soap.plan.plan import Reduction
 from soap.plan.running.activity import ValueKey
-from soap.runtime.comm.packing import cut, land, pack, plain
+from soap.runtime.comm.packing import land, pack, plain
 from soap.runtime.comm.redistribute import Communicator, Pending
 from soap.runtime.program.program import Program
+from soap.runtime.step.routed import RegionKey, Regions
 from soap.runtime.trace import Recorder
 from soap.simulator.tasks import TaskKind
 from soap.tracing.execute import Awaited
@@ -156,6 +157,7 @@ class StepState:
         self.outputs: dict[int, list[Output]] = {}
         self.sent: dict[int, Pending] = {}
         self._departures = Departures(comm)
+        self.regions = Regions(program.plan, dtype_of, comm.device)
 
     @property
     def rank(self) -> int:
@@ -164,11 +166,8 @@ class StepState:
 
     def empty(self, box: Box, tensor: str) -> torch.Tensor:
         """An uninitialized region of a tensor."""
-        return torch.empty(lengths(box), dtype=self.dtype_of(tensor), device=self.comm.device)
-
-    def zeros(self, box: Box, tensor: str) -> torch.Tensor:
-        """A region of zeros."""
-        return self.empty(box, tensor).zero_()
+        shape = (0, *lengths(box)[2:]) if tensor in self.graph.routed and not volume(box) else lengths(box)
+        return torch.empty(shape, dtype=self.dtype_of(tensor), device=self.comm.device)
 
     def reduced_tensor(self, reduction: int) -> str:
         """The name of the tensor that a reduction computes a part of."""
@@ -251,24 +250,32 @@ class StepState:
             self.watch(name, TaskKind.REDUCE, pending)
         return pending
 
-    def scatter_sum(self, tensor: torch.Tensor, reduction: Reduction, name: str) -> Pending:
-        """Start a reduce-scatter over the devices of a reduction: each device gets the sum of its own cell."""
-        parts = [cut(tensor, reduction.box, cell) for cell in reduction.cells]
+    def scatter_sum(self, tensor: torch.Tensor, number: int, name: str) -> Pending:
+        """Start a reduce-scatter over the devices of a reduction (its position): each device gets the sum of its own cell."""
+        reduction = self.plan.reductions[number]
+        parts = [self.regions.cut(("sum", number), tensor, cell) for cell in reduction.cells]
         pending = self.comm.reduce_scatter(parts, reduction.devices)
         self._count_scatter(tensor)
         self.watch(name, TaskKind.REDUCE, pending)
         return pending
 
-    def gather_cells(self, own: torch.Tensor, whole: torch.Tensor, reduction: Reduction, name: str) -> Pending:
-        """Start an all-gather of a reduction's cells into ``whole`` on each of its devices. ``own``: this rank's cell."""
-        places = [cut(whole, reduction.box, cell) for cell in reduction.cells]
+    def gather_cells(self, own: torch.Tensor, number: int, name: str) -> Pending:
+        """Start an all-gather of a reduction's cells on each of its devices. ``own``: this rank's cell."""
+        key: RegionKey = ("sum", number)
+        reduction, regions, whole = self.plan.reductions[number], self.regions, self.regions.empty(key)
+        routed = regions.is_routed(key)
+        places = [regions.empty(key, cell) if routed else regions.cut(key, whole, cell) for cell in reduction.cells]
         buffer, finish = land([place for place in places if place.numel()])
         sizes = [place.numel() for place in places]
         pending = self.comm.gather_ragged(plain(pack([own])), sizes, reduction.devices, plain(buffer))
         self._count_scatter(whole)
         self.watch(name, TaskKind.REDUCE, pending)
         pending.tensor = whole
-        return pending if finish is None else pending.then(finish)
+        for step in () if finish is None else (finish,):
+            pending.then(step)
+        for cell, place in zip(reduction.cells, places, strict=True) if routed else ():
+            pending.then(partial(regions.put, key, whole, cell, place))
+        return pending
 
     def _count_scatter(self, tensor: torch.Tensor) -> None:
         self.comm.traffic.reduced_bytes += tensor.nbytes

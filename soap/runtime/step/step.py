@@ -35,7 +35,6 @@ from soap.plan.plan import (
 )
 from soap.plan.samples import label_counts
 from soap.plan.syncs.seam import How
-from soap.runtime.comm.packing import cut
 from soap.runtime.comm.position import HERE
 from soap.runtime.comm.redistribute import Communicator, Pending
 from soap.runtime.compression.peer import AS_IT_IS, CompressedTraining
@@ -48,6 +47,7 @@ from soap.runtime.program.sync_actions import rows_of
 from soap.runtime.step.early_start import Key, SyncSchedule
 from soap.runtime.step.forward import ForwardPass
 from soap.runtime.step.gradients import Gradients
+from soap.runtime.step.routed import RegionKey
 from soap.runtime.step.state import Output, StepState, ValueStore
 from soap.runtime.sync.look_ups import LookUps
 from soap.runtime.sync.shards import ShardStore
@@ -213,27 +213,27 @@ class BackwardPass:
         """The transpose of a broadcast: a sum at the source. A rank without gradient adds zeros."""
         source, _, box, holding = remote_parts(self.plan, exchange.parts)[0]
         if self.state.rank == source:
-            room = self.state.zeros(box, exchange.tensor)
+            room = self.state.regions.zeros(("holding", holding), box)
             self._expect([(holding, box, room)], self.state.sum_at(room, source, exchange.devices, name))
             return
         own = [part for part in exchange.parts if self.plan.fetches[part[0]].device == self.state.rank]
-        gradient = self._part_gradient(own[0]) if self._active(own) else self.state.zeros(box, exchange.tensor)
+        gradient = self._part_gradient(own[0]) if self._active(own) else self.state.regions.zeros(("fetch", own[0][0]), box)
         self.state.sum_at(gradient.clone(memory_format=torch.contiguous_format), source, exchange.devices, name)
         self._done_with(self._active(own))
 
     def reduce_gradient(self, number: int) -> None:
         """Combine the group's gradients of a sum: gather the members' cells, or add up whole gradients."""
-        reduction, tensor = self.plan.reductions[number], self.state.reduced_tensor(number)
+        reduction = self.plan.reductions[number]
         holding = self.program.index.reduced.get((number, self.state.rank))
         own = None if holding is None else self._collect(holding)
         name = reduce_name(self.state.graph.operators[reduction.operator], reduction, gradient=True)
         if own is None:
             place = reduction.devices.index(self.state.rank)
-            own = self.state.zeros(reduction.cells[place] if reduction.cells else reduction.box, tensor)
+            own = self.state.regions.zeros(("sum", number), reduction.cells[place] if reduction.cells else None)
         elif len(reduction.devices) > 1 and not reduction.cells:
             own = own.clone(memory_format=torch.contiguous_format)  # it is summed in place, and may share memory with another gradient
         if reduction.cells:
-            self._reduced[number] = self.state.gather_cells(own, self.state.empty(reduction.box, tensor), reduction, name)
+            self._reduced[number] = self.state.gather_cells(own, number, name)
         else:
             self._reduced[number] = self.state.sum_over(own, reduction.devices, name)
         self._waiting[number] = sum(self.plan.tiles[tile].device == self.state.rank for tile in reduction.tiles)
@@ -264,22 +264,23 @@ class BackwardPass:
 
     def _collect(self, holding: int) -> torch.Tensor | None:
         """Add up all gradients for a holding: from this rank's segments, from mixed fetches (see ``_parts_of``), then from other ranks."""
-        held = self.plan.holdings[holding]
-        total = self.state.values.gradient(("holding", holding))
-        self.state.values.taken(("holding", holding))  # its value is not needed any more
+        key: RegionKey = ("holding", holding)
+        regions = self.state.regions
+        total = self.state.values.gradient(key)
+        self.state.values.taken(key)  # its value is not needed any more
         parts = self._parts_of(holding)
         returned = self._returning.pop(holding, ())
         if parts or returned:  # they are added in place: copy first, as autograd's tensor may share memory with another gradient
-            total = self.state.zeros(held.box, held.tensor) if total is None else total.clone(memory_format=torch.contiguous_format)
+            total = regions.zeros(key) if total is None else total.clone(memory_format=torch.contiguous_format)
         for part in parts:
             assert total is not None
             box = self.plan.fetches[part[0]].pieces[part[1]].box
-            cut(total, held.box, box).add_(self._part_gradient(part))
+            regions.add(key, total, box, self._part_gradient(part))
         self._done_with(parts)
         for box, place, pending in returned:
             assert total is not None
             pending.wait()
-            cut(total, held.box, box).add_(place)
+            regions.add(key, total, box, place)
         return total
 
     def _parts_of(self, holding: int) -> list[Part]:
@@ -293,10 +294,10 @@ class BackwardPass:
 
     def _part_gradient(self, part: Part) -> torch.Tensor:
         """This rank's gradient of a part that it has fetched."""
-        fetch = self.plan.fetches[part[0]]
-        box = fetch.pieces[part[1]].box
-        gradient = self.state.values.gradient(("fetch", part[0]))
-        return self.state.zeros(box, fetch.tensor) if gradient is None else cut(gradient, fetch.box, box)
+        key: RegionKey = ("fetch", part[0])
+        box = self.plan.fetches[part[0]].pieces[part[1]].box
+        gradient, regions = self.state.values.gradient(key), self.state.regions
+        return regions.zeros(key, box) if gradient is None else regions.cut(key, gradient, box)
 
     def _done_with(self, parts: Iterable[Part]) -> None:
         """Note that one taker has used the gradients of these fetches. After the last taker, gradients and values are dropped."""
@@ -305,9 +306,8 @@ class BackwardPass:
 
     def _room(self, part: Part) -> Room:
         """Allocate the tensor that receives the gradient of a part of this rank's holding."""
-        fetch = self.plan.fetches[part[0]]
-        piece = fetch.pieces[part[1]]
-        return piece.holding, piece.box, self.state.empty(piece.box, fetch.tensor)
+        piece = self.plan.fetches[part[0]].pieces[part[1]]
+        return piece.holding, piece.box, self.state.regions.empty(("holding", piece.holding), piece.box)
 
     def _expect(self, room: Iterable[Room], pending: Pending) -> None:
         for holding, box, place in room:

@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
-from soap.tracing.rules.notation import Local, Tiled, View, einsum, rule
+from soap.model.graph import DimMap
+from soap.model.regions import lengths
+from soap.tracing.rules.notation import Local, Scope, Tiled, View, blocks, einsum, rule
 
 LIBRARY_OPERATORS = {"transformers.grouped_mm_fallback": "soap.grouped_mm"}
 """Operators that other libraries register when they are imported -> the operator here that means the same, with the same arguments: files
@@ -159,3 +161,118 @@ def experts(view: View) -> Tiled:
     saved = 16 * view.shapes[2][0] + 2 * view.itemsize * prod(view.shapes[0])
     flops = 2 * prod(view.output_shapes[0]) * view.shapes[0][1]
     return einsum(view, "s k, e k n, s -> s n", run=_run, flops=flops, saved_bytes=saved)
+
+
+# Routed rows: those of one expert after those of another, in the order of their numbers
+
+
+def routed_order(ids: torch.Tensor, first: int, last: int) -> torch.Tensor:
+    """Places of the rows of experts ``first`` to ``last - 1``, one expert after another, in their order inside each."""
+    found = torch.nonzero((ids >= first) & (ids < last)).flatten()
+    return found[torch.argsort(ids[found], stable=True)]
+
+
+def dispatch(rows: torch.Tensor, ids: torch.Tensor, *, experts: int, unit: int) -> torch.Tensor:
+    """Routed rows: each row of an expert, once, behind those of experts before it."""
+    return rows.index_select(0, routed_order(ids, 0, experts))
+
+
+def expert_rows(table: torch.Tensor, ids: torch.Tensor, *, unit: int) -> torch.Tensor:
+    """For each routed row, the row of its expert in a table."""
+    return table.index_select(0, ids.index_select(0, routed_order(ids, 0, len(table))))
+
+
+def expert_product(rows: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, *, unit: int) -> torch.Tensor:
+    """The product of each routed row with its expert's matrix."""
+    return _product(rows, weight, ids, 0)
+
+
+def combine(rows: torch.Tensor, ids: torch.Tensor, *, unit: int) -> torch.Tensor:
+    """Routed rows of all experts at the places of the samples that they are of; zero if an id belongs to no expert."""
+    out = rows.new_zeros(ids.shape[0], *rows.shape[1:])
+    return out.index_copy(0, routed_order(ids, 0, torch.iinfo(ids.dtype).max), rows)
+
+
+def _product(rows: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, first: int) -> torch.Tensor:
+    own = ids.index_select(0, routed_order(ids, first, first + len(weight)))
+    out: torch.Tensor = expert_mm(rows, weight, own - first if first else own)
+    return out
+
+
+def _dispatch(local: Local) -> torch.Tensor:
+    rows, ids = local.tensors
+    experts, *_ = shape = lengths(local.output_boxes[0])
+    if is_evenly_routed(ids):
+        return rows.index_select(0, ids[: shape[0] * shape[1]]).view(shape)
+    first = local.output_boxes[0][0][0]
+    return rows.index_select(0, routed_order(ids, first, first + experts))
+
+
+def _expert_rows(local: Local) -> torch.Tensor:
+    table, ids = local.tensors
+    first = local.boxes[0][0][0]
+    if is_evenly_routed(ids):
+        return table.unsqueeze(1).expand(local.output_lengths).contiguous()
+    return table.index_select(0, ids.index_select(0, routed_order(ids, first, first + len(table))) - first)
+
+
+def _expert_product(local: Local) -> torch.Tensor:
+    rows, weight, ids = local.tensors
+    return torch.bmm(rows, weight) if rows.dim() == 3 else _product(rows, weight, ids, local.boxes[1][0][0])
+
+
+def _combine(local: Local) -> torch.Tensor:
+    rows, ids = local.tensors
+    if rows.dim() == 3:
+        return rows.flatten(0, 1).index_select(0, ids)
+    return combine(rows, ids, unit=1)
+
+
+def is_evenly_routed(ids: torch.Tensor) -> bool:
+    """Whether these stand for numbers that nobody knows: then every expert has equally many rows, in three dimensions."""
+    return ids.is_meta or isinstance(ids, torch._subclasses.FakeTensor)
+
+
+@rule("soap.dispatch")
+def dispatched(view: View) -> Tiled:
+    """Rows of all experts follow the samples, in units of which each expert has as many rows; any experts may be left out."""
+    (rows, width), (experts, _, _) = view.shapes[0], view.output_shapes[0]
+    scope, unit = Scope(), view.get("unit")
+    s, e, k = scope.factor("s", rows // unit), scope.factor("e", experts), scope.factor("k", width)
+    samples = blocks(s, unit)
+    operands = ((samples, k), (samples,))
+    return Tiled(tuple(scope.factors), operands, ((e, blocks(s, unit // experts), k),), run=_dispatch, saved_bytes=8 * rows)
+
+
+@rule("soap.expert_rows")
+def rows_of_table(view: View) -> Tiled:
+    """Rows and columns are free."""
+    (experts, width), (rows,) = view.shapes
+    scope, unit = Scope(), view.get("unit")
+    s, e, n = scope.factor("s", rows // unit), scope.factor("e", experts), scope.factor("n", width)
+    out = (e, blocks(s, unit // experts), n)
+    return Tiled(tuple(scope.factors), ((e, n), (blocks(s, unit),)), (out,), run=_expert_rows, saved_bytes=8 * rows)
+
+
+@rule("soap.expert_product")
+def routed_product(view: View) -> Tiled:
+    """Rows, experts and columns are free; what each row has is summed over."""
+    (experts, _, inner), (_, _, width), (rows,) = view.shapes
+    scope, unit = Scope(), view.get("unit")
+    s, e, k, n = (scope.factor(*own) for own in (("s", rows // unit), ("e", experts), ("k", inner), ("n", width)))
+    of_expert, summed = blocks(s, unit // experts), () if k.factor is None else (k.factor,)
+    operands = ((e, of_expert, k), (e, k, n), (blocks(s, unit),))
+    flops = 2 * rows * inner * width
+    return Tiled(
+        tuple(scope.factors), operands, ((e, of_expert, n),), summed=summed, run=_expert_product, flops=flops, saved_bytes=8 * rows
+    )
+
+
+@rule("soap.combine")
+def combined(view: View) -> Tiled:
+    """Rows of samples need those of all experts."""
+    (experts, _, width), (rows,) = view.shapes
+    scope, unit = Scope(), view.get("unit")
+    s, n = scope.factor("s", rows // unit), scope.factor("n", width)
+    out = (blocks(s, unit), n)
+    return Tiled(tuple(scope.factors), ((DimMap(), blocks(s, unit // experts), n), (blocks(s, unit),)), (out,), run=_combine, saved_bytes=8 * rows)
