@@ -109,7 +109,7 @@ def said(row: Row) -> Said:
     how = "none"
     if sharding.startswith(("ZeRO-1", "distributed optimizer")):
         how = "zero1"
-    elif sharding.startswith("FSDP") and "not resharded" not in sharding:
+    elif (sharding.startswith("FSDP") and "not resharded" not in sharding) or sharding == f"Megatron-FSDP over {row['dp']}":
         how = "fsdp"
     elif sharding != "none" and not sharding.startswith("none"):
         lacking.append(f"sharding {sharding}")

@@ -30,6 +30,8 @@ def test_what_a_row_says() -> None:
     assert own.microbatches == 4  # 32 samples, 4 copies, 2 at a time
     assert said(row(schedule="interleaved 1F1B", virtual_stages=3)).schedule == "interleaved:3"
     assert said(row(sharding="FSDP2 full shard", recompute="full (every layer)")).sharding == "fsdp"
+    assert said(row(sharding="Megatron-FSDP over 4")).sharding == "fsdp"
+    assert said(row(sharding="Megatron-FSDP over 2")).lacking == ("sharding Megatron-FSDP over 2",)
 
 
 @pytest.mark.parametrize(
