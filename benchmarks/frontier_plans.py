@@ -67,6 +67,11 @@ OPEN = ("RoCE between hosts (rate not stated)", "not stated")
 """Beginnings of interconnects whose rate between hosts is taken to be the family's."""
 
 
+EACH_LAYER_A_CHUNK = "zb"
+"""The source whose interleaved pipelines have a layer in each chunk, and one layer less on the first and on the last stage (2401.10241,
+section 5.1)."""
+
+
 @dataclass(frozen=True)
 class Said:
     """A row as SOAP has it. ``lacking``: what cannot be said yet, in words; empty if all can. ``assumed``: where its source is silent."""
@@ -79,6 +84,12 @@ class Said:
     sharding: str = ""
     recompute: str = ""
     microbatches: int = 1
+
+    @property
+    def flows(self) -> bool:
+        """Whether a device begins its next step before the others have ended theirs: the zero-bubble runs' optimizers wait for no sum over
+        all devices (2401.10241, section 4)."""
+        return self.schedule.startswith("zb")
 
 
 def said(row: Row) -> Said:
@@ -99,8 +110,10 @@ def said(row: Row) -> Said:
     schedule, virtual = str(row["schedule"]), row["virtual_stages"] or 1
     name = "1f1b"
     if row["pp"] > 1:
+        if row.get("source") == EACH_LAYER_A_CHUNK:
+            virtual = (row["model"]["layers"] + 2) // row["pp"]
         if schedule.startswith("ZB"):
-            lacking.append(schedule)
+            name = schedule.lower()
         elif schedule.startswith("interleaved") and virtual > 1:
             name = f"interleaved:{virtual}"
         elif schedule.startswith("interleaved"):

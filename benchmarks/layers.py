@@ -11,7 +11,7 @@ from soap.schedules.named import parse
 from soap.strategy.config import Strategy
 from soap.strategy.grids import device_order
 from soap.strategy.megatron import ExpertMapping, staged
-from soap.strategy.stages import stages_of
+from soap.strategy.stages import stages_of, stages_of_chunks
 
 LAYER = re.compile(r"\b(?:blocks|layers|h|layer)\.(\d+)\b")
 """A layer's number in an operator's name."""
@@ -33,7 +33,7 @@ def by_layers(
     groups share positions, and groups of these divide the samples. ``experts``: how these lie on a stage."""
     order, width, named = device_order(topology), topology.device_count // stages, parse(schedule)
     chunks = layer_chunks(graph, stages * named.chunks)
-    placement = named.table(stages, microbatches).placement
+    placement = stages_of_chunks(stages * named.chunks, schedule)
     groups = [order[stage * width : (stage + 1) * width] for stage in range(stages)]
     blocks = [placement[chunk] for chunk in chunks]
     lays = {"tensor": tensor, "microbatches": microbatches, "scatters": scatters, "context": context}
@@ -42,12 +42,20 @@ def by_layers(
 
 
 def layer_chunks(graph: OperatorGraph, count: int) -> list[int]:
-    """By operator: its chunk. Chunks begin with layers; what is before the first layer belongs to the first one, the rest to the last."""
+    """By operator: its chunk. Chunks begin with layers; what is before the first layer belongs to the first one, the rest to the last.
+
+    Where that is uneven, and is not with what is before and what is behind all layers as one layer each, these count so, as Megatron-LM's
+    options ``account_for_embedding_in_pipeline_split`` and ``account_for_loss_in_pipeline_split`` have it."""
     first: dict[int, int] = {}
+    last = 0
     for position, op in enumerate(graph.operators):
         if (found := LAYER.search(op.name)) is not None:
             first.setdefault(int(found[1]), position)
-    borders = [first[layer] for layer in first_layers(len(first), count)[1:]]
+            last = position
+    starts = [first[layer] for layer in range(len(first))]
+    if len(starts) % count and (len(starts) + 2) % count == 0:
+        starts = [0, *starts, last + 1]
+    borders = [starts[layer] for layer in first_layers(len(starts), count)[1:]]
     return [sum(position >= border for border in borders) for position in range(len(graph.operators))]
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from benchmarks.frontier import Outcome, decided, errors, page, predicted, refused
+from benchmarks.frontier import Outcome, decided, errors, flowing_ns, page, predicted, refused
 from benchmarks.frontier_plans import said, topology_of
+from benchmarks.layers import layer_chunks
 
 ROW: dict[str, Any] = {
     "id": "one", "family": "small", "tier": "A", "gpu": "H100-SXM5-80GB", "gpus": 16, "gpus_per_host": 8,
@@ -29,6 +32,10 @@ def test_what_a_row_says() -> None:
     assert (own.lacking, own.precision, own.schedule, own.sharding, own.recompute) == ((), "bfloat16", "1f1b", "zero1", "none")
     assert own.microbatches == 4  # 32 samples, 4 copies, 2 at a time
     assert said(row(schedule="interleaved 1F1B", virtual_stages=3)).schedule == "interleaved:3"
+    zero_bubble = said(row(schedule="ZB-2p"))
+    assert (zero_bubble.schedule, zero_bubble.flows, own.flows) == ("zb-2p", True, False)
+    each_layer = row(source="zb", schedule="interleaved 1F1B", pp=16, model={**ROW["model"], "layers": 46})
+    assert said(each_layer).schedule == "interleaved:3"
     assert said(row(sharding="FSDP2 full shard", recompute="full (every layer)")).sharding == "fsdp"
     assert said(row(sharding="Megatron-FSDP over 4")).sharding == "fsdp"
     assert said(row(sharding="Megatron-FSDP over 2")).lacking == ("sharding Megatron-FSDP over 2",)
@@ -39,9 +46,6 @@ def test_what_a_row_says() -> None:
     [
         ({"precision": "NVFP4"}, "NVFP4"),
         ({"gpu": "GB300 NVL72"}, "cluster of GB300 NVL72"),
-        ({"model": {**ROW["model"], "experts": 8}}, "mixture of experts"),
-        ({"cp": 2}, "context parallelism"),
-        ({"schedule": "ZB-2p"}, "ZB-2p"),
     ],
 )
 def test_what_cannot_be_said_is_named_and_not_predicted(changed: dict[str, Any], lacking: str, tmp_path: Path) -> None:
@@ -81,6 +85,22 @@ def test_a_rows_float8(precision: str, scaling: str) -> None:
 def test_an_open_network_is_assumed() -> None:
     assert said(row(interconnect="not stated (Meta cluster)")).assumed == ("network between hosts: that of the GPU's preset",)
     assert said(row(gpu="GB200 NVL72", gpus_per_host=4)).assumed == ("64 GPUs of each NVLink domain",)
+
+
+def test_what_is_before_and_behind_all_layers_counts_as_layers_where_that_is_even() -> None:
+    names = ["embedding", *(f"blocks.{layer}.{part}" for layer in range(6) for part in ("attention", "mlp")), "norm", "head"]
+    graph: Any = SimpleNamespace(operators=[SimpleNamespace(name=name) for name in names])
+    assert layer_chunks(graph, 3) == [0] * 5 + [1] * 4 + [2] * 6
+    assert layer_chunks(graph, 4) == [0] * 3 + [1] * 4 + [2] * 4 + [3] * 4
+    assert layer_chunks(graph, 8) == [0, *(1 + layer for layer in range(6) for _ in range(2)), 7, 7]
+
+
+def test_a_step_of_devices_that_do_not_wait_between_steps() -> None:
+    """The second device is busy for longest, from 5 to 22; the link for less."""
+    tasks = [SimpleNamespace(resources=own) for own in ((0,), (0,), (0, 2), (1,), (1,))]
+    schedule = SimpleNamespace(start_ns=torch.tensor([0, 8, 12, 5, 14]), end_ns=torch.tensor([8, 10, 15, 10, 22]))
+    found: Any = SimpleNamespace(tasks=SimpleNamespace(tasks=tasks), schedule=schedule)
+    assert flowing_ns(found) == 17
 
 
 SHARDED = {"pp": 1, "dp": 8, "sharding": "FSDP2 full shard", "recompute": "full", "kernels": "eager, no flash"}

@@ -68,7 +68,10 @@ def counts(name: str, schedule: str) -> list[int]:
 ZOO = [(model, schedule) for model in ("gpt", "nmt", "rnnlm", "alexnet", "dlrm", "lm1b") for schedule in SCHEDULES]
 
 
-@pytest.mark.parametrize("case", often(ZOO, [("gpt", "1f1b"), ("gpt", "interleaved:2"), ("gpt", "zb-h1"), ("gpt", "zb-v")], pytest.mark.slow), ids="-".join)
+OFTEN = [("gpt", schedule) for schedule in ("1f1b", "interleaved:2", "zb-h1", "zb-v")]
+
+
+@pytest.mark.parametrize("case", often(ZOO, OFTEN, pytest.mark.slow), ids="-".join)
 def test_zoo_models(four: Pool, case: tuple[str, str]) -> None:
     model, schedule = case
     for count in counts(model, schedule):
