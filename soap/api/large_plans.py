@@ -73,6 +73,8 @@ def _played(simulator: Simulator, strategy: Strategy) -> _Played:
 
     found = simulator.folding(strategy, nearly=True)
     folding = None if isinstance(found, str) else found
+    if folding is None:
+        simulator.know_groups(strategy)
     own = strategy if folding is None else folding.copies.strategy
     engine = Engine(simulator.shared) if folding is None else folded_engine(folding, simulator.costs)
     engine.load(own)
