@@ -49,7 +49,7 @@ def is_partial(op: Operator, intervals: Sequence[Interval]) -> bool:
     return any(f.summed and interval != (0, f.size) for f, interval in zip(op.factors, intervals, strict=True))
 
 
-NARROW_PRODUCTS = frozenset({"linear", "matmul", "mm", "bmm", "addmm", "baddbmm"})
+NARROW_PRODUCTS = frozenset({"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "expert_product"})
 """Kinds of which GPUs make a part of a sum in float32 from operands that stay narrow (``tracing.compiled``)."""
 
 

@@ -48,6 +48,8 @@ def played(simulator: Simulator, strategy: Strategy, draws: Draws | None = None)
 
     found = simulator.folding(strategy, nearly=True)
     folding = None if isinstance(found, str) else found
+    if folding is None:
+        simulator.know_groups(strategy)
     own = strategy if folding is None else folding.copies.strategy
     engine = make_engine(simulator.shared, draws) if folding is None else folded_engine(folding, simulator.costs, draws)
     engine.load(own)

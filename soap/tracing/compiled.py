@@ -92,8 +92,9 @@ def _furthest(ascending: torch.Tensor) -> int:
 
 
 def can_stay_narrow(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether these are operands of one 16-bit type on a GPU."""
-    return is_on_gpu(tensors[0]) and tensors[0].dtype in LOWER_TYPES and len({tensor.dtype for tensor in tensors}) == 1
+    """Whether these are operands of one 16-bit type on a GPU, numbers of experts aside."""
+    dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+    return is_on_gpu(tensors[0]) and tensors[0].dtype in LOWER_TYPES and len(dtypes) == 1
 
 
 def multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -148,8 +149,17 @@ def _addmm(local: Local) -> torch.Tensor:
     return added_to_bias(local, product(a, b))
 
 
+def _expert_product(local: Local) -> torch.Tensor:
+    rows, weight, ids = local.tensors
+    if rows.dim() == 3:
+        return product(rows, weight)
+    first = local.boxes[1][0][0]
+    counts = [int((ids == first + expert).sum()) for expert in range(len(weight))]
+    return torch.cat([product(own, matrix) for own, matrix in zip(rows.split(counts), weight, strict=True)])
+
+
 PRODUCTS: Mapping[str, Callable[[Local], torch.Tensor | None]] = MappingProxyType(
-    {"linear": _linear, "matmul": _matmul, "mm": _matmul, "bmm": _matmul, "addmm": _addmm, "baddbmm": _addmm}
+    {"linear": _linear, "matmul": _matmul, "mm": _matmul, "bmm": _matmul, "addmm": _addmm, "baddbmm": _addmm, "expert_product": _expert_product}
 )
 """By kind of call: a part of a sum from operands that ``can_stay_narrow``; None if it has to be widened after all."""
 
