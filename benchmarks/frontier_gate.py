@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.frontier import predicted
-from benchmarks.frontier_plans import Row, said
+from benchmarks.frontier_plans import Row, key_of, said
 from soap.files import write_text_atomically
 
 COUNT = 40
 LAYERS = 8
 EACH = 4
-"""Rows of a family."""
+"""Rows of a model: the tenth part of all rows, so that ten models are exported."""
 LEFT_OUT = ("step_ms", "figure", "unit", "derivation", "peak_memory", "source_title", "source_place", "source_address", "notes", "order_note",
             "confidence", "figure_other", "flop_formula", "tokens_per_step")  # fmt: skip
 """Of a row, what was measured and where it stands: nothing of it enters a prediction."""
@@ -42,13 +42,13 @@ def small(row: Row) -> dict[str, Any] | None:
 
 
 def chosen(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Some of each family, evenly spaced."""
-    families: dict[str, list[dict[str, Any]]] = {}
+    """Some rows of each of the models that have most, evenly spaced."""
+    models: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         if (own := small(row)) is not None:
-            families.setdefault(row["family"], []).append(own)
-    found = [own[i * len(own) // min(EACH, len(own))] for own in families.values() for i in range(min(EACH, len(own)))]
-    return found[:: max(1, len(found) // COUNT)][:COUNT]
+            models.setdefault(json.dumps(key_of(own, said(own)), sort_keys=True), []).append(own)
+    most = sorted(models.values(), key=len, reverse=True)[: COUNT // EACH]
+    return [own[i * len(own) // EACH] for own in most for i in range(EACH)]
 
 
 def outcomes(rows: Sequence[Row], models: Path) -> dict[str, dict[str, Any]]:
