@@ -37,11 +37,12 @@ def _actions(shape: Shape, stage: int) -> Iterator[Action]:
 
 def _all_actions(shape: Shape, stage: int) -> Iterator[Action]:
     done, waiting = Counter[tuple[bool, int]](), deque[Action]()
-    for kind, *number in _passes(shape.stages, max(shape.microbatches, 2 * shape.stages), stage):
+    for text in _passes(shape.stages, max(shape.microbatches, 2 * shape.stages), stage):
+        kind, number = text[:1], text[1:]
         if kind == "W":
             yield waiting.popleft()
             continue
-        own, chunk = kind == "F", shape.chunk(stage, int(number[0]))
+        own, chunk = kind == "F", shape.chunk(stage, int(number))
         action = Action("F" if own else "I", chunk, done[own, chunk])
         done[own, chunk] += 1
         yield action

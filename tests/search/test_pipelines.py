@@ -121,9 +121,21 @@ def test_all_pipelines_are_legal_and_the_best_comes_first() -> None:
     assert [own.score for own in found] == sorted(own.score for own in found)
     assert {len(own.stages) for own in found} == {2, 4} and {own.microbatches for own in found} == {2, 4, 8}
     assert {own.tensor for own in found} == {1, 2}
-    assert {str(own.schedule) for own in found} >= {"gpipe", "1f1b", "interleaved:2"}
+    assert {str(own.schedule) for own in found} >= {"gpipe", "1f1b", "interleaved:2", "zb-2p", "zb-v"}
     for own in found:
         pipelined(graph, topology, own).validate(graph, 4)
+
+
+def test_a_stage_like_a_v_has_the_first_and_the_last_chunk() -> None:
+    """So the faster device gets more of the work as soon as these two are larger."""
+    graph, topology = widening(8), unequal([1, 1], CPU, SLOW)
+    found = [own for own in pipelines(Shared(graph, topology, RooflineCosts(topology)), 2) if str(own.schedule) == "zb-v"]
+    assert {own.microbatches for own in found} == {2, 4, 8}
+    for own in found:
+        assert (own.stages, own.placement) == (((0,), (1,)), (0, 1, 1, 0))
+        fast, slow = (sum(op.flops for op, stage in zip(graph.operators, own.blocks, strict=True) if stage == side) for side in (0, 1))
+        assert fast > 2 * slow
+        pipelined(graph, topology, own).validate(graph, 2)
 
 
 def test_barriers_leave_gpipe_alone() -> None:
