@@ -115,6 +115,8 @@ def said(row: Row) -> Said:
         how = "fsdp"
     elif sharding != "none" and not sharding.startswith("none"):
         lacking.append(f"sharding {sharding}")
+    if row["tp"] > 1 and row["source"] in SEQUENCE_PARALLEL and not _says_sequence(row):
+        assumed.append("sequence parallelism with tensor parallelism")
     again, recompute = str(row["recompute"]), "none"
     if again.startswith("full"):
         recompute = "full"
@@ -136,6 +138,15 @@ def said(row: Row) -> Said:
         parts = parts or 1
     dtype = "float16" if precision.startswith("fp16") else "bfloat16"
     return Said(tuple(lacking), tuple(assumed), dtype, float8, name, how, recompute, parts)
+
+
+SEQUENCE_PARALLEL = ("titan", "bridge", "nemo")
+"""Sources whose trainers have sequence parallelism wherever they have tensor parallelism: torchtitan's ``apply_tp``, recipes of NeMo and of
+Megatron-Bridge."""
+
+
+def _says_sequence(row: Row) -> bool:
+    return "sequence" in f"{row['recompute']} {row['kernels']}"
 
 
 FUSED_NORM = ("RMS kernel", "Transformer Engine", "torch.compile")
@@ -217,7 +228,7 @@ def topology_of(row: Row) -> Topology:
 
 def strategy_of(row: Row, own: Said, graph: OperatorGraph, topology: Topology) -> Strategy:
     """The row's plan."""
-    scatters = row["tp"] > 1 and "sequence" in f"{row['recompute']} {row['kernels']}"
+    scatters = row["tp"] > 1 and (_says_sequence(row) or row["source"] in SEQUENCE_PARALLEL)
     if row["pp"] > 1:
         strategy = by_layers(
             graph, topology, stages=row["pp"], microbatches=own.microbatches, schedule=own.schedule, tensor=row["tp"], scatters=scatters
