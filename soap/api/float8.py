@@ -25,9 +25,9 @@ def in_float8(graph: OperatorGraph, topology: Topology, scaling: str) -> Operato
     """The graph with linear layers whose three products are made of float8 numbers: those whose weights allow it, but for the last one,
     which makes scores. ``scaling``: one of ``SCALINGS``.
 
-    Inputs and gradients are narrowed in each pass, what several layers read once; weights once a step, which counts as nothing. All else stays as it is: sums, gathers and
-    updates of parameters, and memory. The graph has the same hash: its strategies are the model's. ModelError if there is no such layer or
-    scaling, TopologyError if a device has no rate for float8, both in one line.
+    Inputs and gradients are narrowed in each pass, what several layers read once; weights once a step, which counts as nothing. All else
+    stays as it is: sums, gathers and updates of parameters, and memory. The graph has the same hash: its strategies are the model's.
+    ModelError if there is no such layer or scaling, TopologyError if a device has no rate for float8, both in one line.
     """
     if scaling not in SCALINGS:
         raise ModelError(f"float8 scaling {scaling!r}: expected one of {', '.join(SCALINGS)}")
