@@ -126,6 +126,8 @@ def said(row: Row) -> Said:
         how = "fsdp"
     elif sharding != "none" and not sharding.startswith("none"):
         lacking.append(f"sharding {sharding}")
+    if row["tp"] > 1 and row["source"] in SEQUENCE_PARALLEL and not _says_sequence(row):
+        assumed.append("sequence parallelism with tensor parallelism")
     again, recompute = str(row["recompute"]), "none"
     if again.startswith("full"):
         recompute = "full"
@@ -147,6 +149,15 @@ def said(row: Row) -> Said:
         parts = parts or 1
     dtype = "float16" if precision.startswith("fp16") else "bfloat16"
     return Said(tuple(lacking), tuple(assumed), dtype, float8, name, how, recompute, parts)
+
+
+SEQUENCE_PARALLEL = ("titan", "bridge", "nemo")
+"""Sources whose trainers have sequence parallelism wherever they have tensor parallelism: torchtitan's ``apply_tp``, recipes of NeMo and of
+Megatron-Bridge."""
+
+
+def _says_sequence(row: Row) -> bool:
+    return "sequence" in f"{row['recompute']} {row['kernels']}"
 
 
 FUSED_NORM = ("RMS kernel", "Transformer Engine", "torch.compile")
@@ -252,7 +263,7 @@ def strategy_of(row: Row, own: Said, graph: OperatorGraph, topology: Topology) -
     """The row's plan."""
     lays = {
         "tensor": row["tp"], "microbatches": own.microbatches, "context": row["cp"] or 1,
-        "scatters": row["tp"] > 1 and "sequence" in f"{row['recompute']} {row['kernels']}",
+        "scatters": row["tp"] > 1 and (_says_sequence(row) or row["source"] in SEQUENCE_PARALLEL),
         "experts": None if not row["ep"] else ExpertMapping(row["ep"], row["etp"] or row["tp"]),
     }  # fmt: skip
     if row["pp"] > 1:

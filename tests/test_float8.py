@@ -18,7 +18,7 @@ from soap.profiles.roofline import RooflineCosts
 from soap.profiles.work import backward_work, forward_work
 from soap.strategy.classical import data_parallel
 from soap.strategy.config import OpConfig
-from tests.graph_builder import mlp
+from tests.graph_builder import mlp, transformer
 
 H100 = soap.load_cluster("h100-2")
 TOKENS, WIDTHS = 4096, (2048, 8192, 512)
@@ -69,6 +69,12 @@ def test_gradients_are_narrowed_once_for_both_products() -> None:
     tile = tiles_of(made, 2, OpConfig((1, 1, 1), (0,)))[0]
     moved = [own.apart_bytes - plain.apart_bytes for own, plain in zip(backward_work(made, tile), backward_work(graph, tile), strict=True)]
     assert moved == [(2 + 2) * TOKENS * WIDTHS[2], 0]
+
+
+def test_what_several_layers_read_is_narrowed_once() -> None:
+    made = in_float8(transformer(d=32, heads=2, vocabulary=64), H100, "mx")
+    own = {op.name: op.narrowing_bytes for op in made.operators if op.arithmetic == FLOAT8}
+    assert [own[f"1.{name}"] for name in ("q", "k", "v", "proj", "fc1")] == [(6, 6), (0, 6), (0, 6), (6, 6), (6, 6)]  # of float32 values
 
 
 def test_measurements_of_other_arithmetic_are_not_taken() -> None:

@@ -19,7 +19,7 @@ ROW: dict[str, Any] = {
     "model": {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "ffn": 128, "vocab": 256, "seq": 32, "gated_mlp": True},
     "kernels": "flash_attention2 + RMS kernel", "global_batch": 32, "micro_batch": 2, "microbatches_per_pipeline": None, "tp": 2, "pp": 2,
     "dp": 4, "cp": 1, "schedule": "1F1B", "virtual_stages": None, "sharding": "ZeRO-1", "recompute": "none, sequence parallelism",
-    "step_ms": 10.0,
+    "step_ms": 10.0, "source": "aleph",
 }  # fmt: skip
 
 
@@ -82,7 +82,9 @@ def test_a_rows_float8(precision: str, scaling: str) -> None:
     assert (own.lacking, own.float8, own.precision) == ((), scaling, "float16" if precision.startswith("fp16") else "bfloat16")
 
 
-def test_an_open_network_is_assumed() -> None:
+def test_what_is_open_is_assumed() -> None:
+    open_one = row(kernels="torch.compile", recompute="full", source="titan")
+    assert said(open_one).assumed == ("sequence parallelism with tensor parallelism",) and not said({**open_one, "tp": 1, "dp": 8}).assumed
     assert said(row(interconnect="not stated (Meta cluster)")).assumed == ("network between hosts: that of the GPU's preset",)
     assert said(row(gpu="GB200 NVL72", gpus_per_host=4)).assumed == ("64 GPUs of each NVLink domain",)
 

@@ -203,7 +203,7 @@ class Operator:
     fused_bytes: int = 0
     views: int = 0
     drawn: tuple[Drawn, ...] = ()
-    narrowing_bytes: int = 0
+    narrowing_bytes: tuple[int, int] = (0, 0)
     own_inputs: tuple[Operand, ...] = ()
 
     @property

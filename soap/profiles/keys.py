@@ -197,7 +197,7 @@ def call_kind(name: str) -> str:
 def _signature(graph: OperatorGraph, position: int) -> list[Any]:
     op = graph.operators[position]
     read = (*op.inputs, *op.parameters)
-    rounded = [op.arithmetic] if op.narrowing_bytes or (op.arithmetic == TF32 and not is_rounded_by_default(op.kind)) else []
+    rounded = [op.arithmetic] if any(op.narrowing_bytes) or (op.arithmetic == TF32 and not is_rounded_by_default(op.kind)) else []
     return [
         op.kind,
         [call_kind(name) for name in op.calls],

@@ -170,13 +170,13 @@ def _kernel(graph: OperatorGraph, tile: Tile, flops: float, traffic_bytes: int, 
 def _narrowed(op: Operator, tile: Tile, kernel: Kernel, *, backward: bool) -> Kernel:
     """The kernel with casts of what its product reads, or of its gradient. Of a product M x K by K x N the former are M K numbers, which
     is (M K N)² over weight and result."""
-    if not op.narrowing_bytes:
+    each = op.narrowing_bytes[backward]
+    if not each:
         return kernel
     made, weight = volume(tile.outputs[0]), max(map(volume, tile.parameters))
     numbers = made if backward else round((tile_flops(op, tile) / 2) ** 2 / (made * weight))
-    moved = op.narrowing_bytes * numbers
-    calls = kernel.calls + 1
-    return replace(kernel, traffic_bytes=kernel.traffic_bytes + moved, apart_bytes=kernel.apart_bytes + moved, calls=calls)
+    traffic, apart = kernel.traffic_bytes + each * numbers, kernel.apart_bytes + each * numbers
+    return replace(kernel, traffic_bytes=traffic, apart_bytes=apart, calls=kernel.calls + 1)
 
 
 def _is_unaligned(tile: Tile, dtype: str) -> bool:
