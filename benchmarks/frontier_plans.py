@@ -21,6 +21,7 @@ from soap import api
 from soap.api.models import planned_graph
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
+from soap.simulator.kernels import Kernels
 from soap.strategy.config import Strategy
 from soap.strategy.megatron import hybrid
 from soap.strategy.named import ADDED
@@ -101,6 +102,14 @@ def said(row: Row) -> Said:
             lacking.append("micro-batch")
         parts = parts or 1
     return Said(tuple(lacking), tuple(assumed), "float16" if precision.startswith("fp16") else "bfloat16", name, how, recompute, parts)
+
+
+def kernels_of(row: Row) -> Kernels:
+    """How a row's light calls run."""
+    told = str(row["kernels"])
+    if "torch.compile" in told and "no torch.compile" not in told:
+        return "compiled"
+    return "fused" if any(own in told for own in ("Transformer Engine", "Megatron fused", "fused bias-GeLU")) else "eager"
 
 
 FUSED_NORM = ("RMS kernel", "Transformer Engine", "torch.compile")
