@@ -109,8 +109,8 @@ def add_kernels(parser: Parser) -> None:
         choices=KERNELS,
         default=KERNELS[0],
         help="what runs on GPUs, and what it keeps: each call by itself, as soap-run has it (eager); activations, norms, softmax and "
-        "losses in one kernel an operator, as torch.compile makes them (compiled), or those that Apex, Megatron and Transformer Engine have "
-        "by hand (fused); other than eager ones are estimated (default %(default)s)",
+        "losses in one kernel an operator, as torch.compile makes them (compiled), or those that Apex, Megatron and Transformer Engine "
+        "have by hand (fused); other than eager ones are estimated (default %(default)s)",
     )
 
 

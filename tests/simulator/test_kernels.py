@@ -98,5 +98,5 @@ def test_wrong_kernels_are_refused_in_one_line() -> None:
     graph = graph_of(lambda gate, up: gate + up)
     with pytest.raises(ProfileError, match="kernels 'fast': expected one of eager, compiled, fused"):
         SearchOptions(kernels="fast")  # type: ignore[arg-type]
-    with pytest.raises(ProfileError, match="kernels 'compiled' on .*: expected GPUs"):
+    with pytest.raises(ProfileError, match=r"kernels 'compiled' on .*: expected GPUs"):
         api.simulator_for(graph, cluster([1], CPU), kernels="compiled")
