@@ -29,7 +29,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.frontier_plans import ADAM_STATES, Row, graph_of, said, strategy_of, topology_of
+from benchmarks.frontier_plans import ADAM_STATES, Row, graph_of, kernels_of, said, strategy_of, topology_of
 from benchmarks.large import priced
 from benchmarks.pages import give
 from soap import api
@@ -70,7 +70,7 @@ def predicted(row: Row, models: Path) -> Outcome:
     try:
         graph, topology = graph_of(row, own, models), topology_of(row)
         begin = time.process_time()
-        simulator = api.simulator_for(graph, topology, costs="estimate", optimizer_states=ADAM_STATES)
+        simulator = api.simulator_for(graph, topology, costs="estimate", optimizer_states=ADAM_STATES, kernels=kernels_of(row))
         strategy = strategy_of(row, own, graph, topology)
         step_ns, peak_bytes, available_bytes = priced(simulator, strategy)
         if own.flows:

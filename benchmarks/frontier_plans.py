@@ -26,6 +26,7 @@ from soap.cluster.topology import Topology
 from soap.errors import ModelError
 from soap.model.graph import OperatorGraph
 from soap.model.other_batch import with_samples
+from soap.simulator.kernels import Kernels
 from soap.strategy.config import Strategy
 from soap.strategy.megatron import ExpertMapping, hybrid
 from soap.strategy.named import ADDED
@@ -158,6 +159,14 @@ Megatron-Bridge."""
 
 def _says_sequence(row: Row) -> bool:
     return "sequence" in f"{row['recompute']} {row['kernels']}"
+
+
+def kernels_of(row: Row) -> Kernels:
+    """How a row's light calls run."""
+    told = str(row["kernels"])
+    if "torch.compile" in told and "no torch.compile" not in told:
+        return "compiled"
+    return "fused" if any(own in told for own in ("Transformer Engine", "Megatron fused", "fused bias-GeLU")) else "eager"
 
 
 FUSED_NORM = ("RMS kernel", "Transformer Engine", "torch.compile")

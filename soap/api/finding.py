@@ -86,6 +86,7 @@ def _searched(
         costs=options.costs,
         measured_updates=options.measured_updates,
         training=options.training,
+        kernels=options.kernels,
     )
     for name in options.starts or ():
         if name not in (RANDOM, DYNAMIC):

@@ -33,6 +33,7 @@ from soap.search.recomputing import recompute_to_fit
 from soap.search.to_fit import Budgeted
 from soap.simulator.costs import CostSource
 from soap.simulator.folded import FoldedSimulation
+from soap.simulator.kernels import Kernels
 from soap.simulator.memory.certain import certainly_lacks
 from soap.simulator.memory.hosts import lacking_on_hosts
 from soap.simulator.memory.sizes import overflow_bytes
@@ -176,17 +177,18 @@ def fits(
     costs: CostSource = "auto",
     memory_budget: str | None = None,
     training: PlannedTraining = PLAIN,
+    kernels: Kernels = "eager",
     seconds: float = SECONDS,
     smaller: Smaller | None = None,
 ) -> Fit:
     """Say whether a strategy fits into the devices' memory, and if not, the fastest ways that do.
 
-    ``optimizer_states``, ``costs``, ``memory_budget``: as for ``simulate``. ``training``: as for ``SearchOptions``. ``seconds``: no way is
-    begun that is not expected to be over after so many seconds of a core, except the one that saves most (sharded and recomputed, and if
-    nothing fits, the same in micro-batches). ``smaller``: makes the model for fewer samples; by default models of the zoo are made anew,
-    and others not. SoapError in one line if the arguments do not fit together."""
+    ``optimizer_states``, ``costs``, ``memory_budget``, ``kernels``: as for ``simulate``. ``training``: as for ``SearchOptions``.
+    ``seconds``: no way is begun that is not expected to be over after so many seconds of a core, except the one that saves most (sharded
+    and recomputed, and if nothing fits, the same in micro-batches). ``smaller``: makes the model for fewer samples; by default models of
+    the zoo are made anew, and others not. SoapError in one line if the arguments do not fit together."""
     begin_s, topology = time.process_time(), with_memory_budget(topology_of(cluster), memory_budget)
-    simulator = simulator_for(model, topology, optimizer_states=optimizer_states, costs=costs, training=training)
+    simulator = simulator_for(model, topology, optimizer_states=optimizer_states, costs=costs, training=training, kernels=kernels)
     graph = simulator.graph
     name, chosen = (strategy, named(strategy, graph, topology)) if isinstance(strategy, str) else (THIS, strategy)
     if isinstance(strategy, str):

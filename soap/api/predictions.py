@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from soap.api.deciding import known_spreads_of, range_record, timed
 from soap.api.models import Cluster, Model, graph_of, topology_of
 from soap.api.strategies import simulated_name
+from soap.cluster.kinds import has_gpus
 from soap.cluster.memory_budget import with_memory_budget
 from soap.cluster.topology import Topology
 from soap.errors import ProfileError, SoapWarning
@@ -27,6 +28,7 @@ from soap.search.options import OPTIMIZER_STATES, check_costs
 from soap.search.starts import BASELINE
 from soap.simulator.costs import CostModel, CostSource
 from soap.simulator.folded import FoldedSimulation
+from soap.simulator.kernels import Kernels, joined
 from soap.simulator.simulate import Simulation, Simulator
 from soap.strategy.config import Strategy
 from soap.strategy.megatron import staged
@@ -51,10 +53,11 @@ def asked(
     optimizer_states: int,
     costs: CostSource,
     memory_budget: str | None,
+    kernels: Kernels = "eager",
 ) -> tuple[Simulator, Strategy]:
     """The simulator of a model on a cluster, and the strategy to simulate, which may have been named."""
     topology = with_memory_budget(topology_of(cluster), memory_budget)
-    simulator = simulator_for(model, topology, optimizer_states=optimizer_states, costs=costs)
+    simulator = simulator_for(model, topology, optimizer_states=optimizer_states, costs=costs, kernels=kernels)
     return simulator, simulated_name(strategy, simulator) if isinstance(strategy, str) else strategy
 
 
@@ -66,11 +69,13 @@ def simulate(
     optimizer_states: int = OPTIMIZER_STATES,
     costs: CostSource = "auto",
     memory_budget: str | None = None,
+    kernels: Kernels = "eager",
 ) -> Prediction:
     """Predict one training iteration. ``strategy``: may be the name of a classical one, such as ``data_parallel``. ``optimizer_states``:
     tensors of a parameter's size that the optimizer keeps. ``memory_budget``: how much of each device's memory plans may use, such as
-    ``80%`` or ``20GB``. SoapError in one line if the arguments do not fit together."""
-    simulator, strategy = asked(model, cluster, strategy, optimizer_states=optimizer_states, costs=costs, memory_budget=memory_budget)
+    ``80%`` or ``20GB``. ``kernels``: as for ``simulator_for``. SoapError in one line if the arguments do not fit together."""
+    given: dict[str, Any] = {"optimizer_states": optimizer_states, "costs": costs, "memory_budget": memory_budget, "kernels": kernels}
+    simulator, strategy = asked(model, cluster, strategy, **given)
     found = simulator.run(strategy)
     return Prediction(found.plan, found.tasks, found.schedule, found.optimizer_states, simulator, strategy)
 
@@ -136,11 +141,18 @@ def simulator_for(
     costs: CostSource = "auto",
     measured_updates: bool = True,
     training: PlannedTraining = PLAIN,
+    kernels: Kernels = "eager",
 ) -> Simulator:
-    """A simulator of this model on this cluster, with the best costs and link figures that are known."""
+    """A simulator of this model on this cluster, with the best costs and link figures that are known. ``kernels``: which of an operator's
+    calls are one kernel on GPUs (``simulator.kernels``); measured are ``eager`` ones, so others are estimated. ProfileError if there are no
+    GPUs for them."""
     topology = with_links(topology_of(cluster), costs)
-    known = costs_for(topology, optimizer_states, costs, measured_updates)
-    return Simulator(graph_of(model, topology), topology, known, optimizer_states, training)
+    graph = joined(graph_of(model, topology), kernels)
+    if kernels != "eager" and not has_gpus(topology):
+        raise ProfileError(f"kernels {kernels!r} on {topology.name}: expected GPUs; on processors calls are eager")
+    if kernels != "eager":
+        return Simulator(graph, topology, RooflineCosts(topology, optimizer_states, kernels), optimizer_states, training)
+    return Simulator(graph, topology, costs_for(topology, optimizer_states, costs, measured_updates), optimizer_states, training)
 
 
 def costs_for(

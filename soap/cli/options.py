@@ -18,6 +18,7 @@ from soap.cluster.topology import Topology
 from soap.errors import StrategyError, TopologyError, asked
 from soap.search.record import MOST_FINALISTS
 from soap.simulator.costs import COST_SOURCES
+from soap.simulator.kernels import KERNELS
 from soap.strategy.compression import Compression, parse
 from soap.strategy.config import SyncConfig
 from soap.strategy.named import check_name
@@ -105,6 +106,18 @@ def add_costs(parser: Parser) -> None:
         default=COST_SOURCES[0],
         help="auto: what soap-profile has measured for these devices, estimates for the rest, corrected by what soap-compare --calibrate "
         "has kept; estimate: estimates as they are (default %(default)s)",
+    )
+
+
+def add_kernels(parser: Parser) -> None:
+    """Add ``--kernels KIND``."""
+    parser.add_argument(
+        "--kernels",
+        choices=KERNELS,
+        default=KERNELS[0],
+        help="what runs on GPUs, and what it keeps: each call by itself, as soap-run has it (eager); activations, norms, softmax and "
+        "losses in one kernel an operator, as torch.compile makes them (compiled), or those that Apex, Megatron and Transformer Engine "
+        "have by hand (fused); other than eager ones are estimated (default %(default)s)",
     )
 
 

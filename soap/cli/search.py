@@ -14,7 +14,18 @@ from soap.cli import explanation, first_measuring, inputs, plan_summary, reporti
 from soap.cli.command import Parser, UsageError, check_outputs, entry_point, note, one_line
 from soap.cli.first_measuring import Measured
 from soap.cli.inputs import check_inputs
-from soap.cli.options import add_cluster, add_costs, add_explain, add_float8, add_model, add_outputs, add_rows, cluster_of, reading
+from soap.cli.options import (
+    add_cluster,
+    add_costs,
+    add_explain,
+    add_float8,
+    add_kernels,
+    add_model,
+    add_outputs,
+    add_rows,
+    cluster_of,
+    reading,
+)
 from soap.cli.plain_text import left_last, milliseconds
 from soap.cli.search_options import add_budget, add_choices, add_runs, add_servers, search_options
 from soap.cli.stopping import Stopping
@@ -194,6 +205,7 @@ def make_parser() -> Parser:
         "price_per_hour in cluster files; on each the fastest strategy is searched (default %(default)s)",
     )
     add_costs(parser)
+    add_kernels(parser)
     add_rows(parser)
     parser.add_output("-o", "--output", kind=outputs.STRATEGY, help=f"where the strategy goes (default {OUTPUT})")
     parser.add_argument(

@@ -226,6 +226,7 @@ def search_options(args: argparse.Namespace, updating: Updating, graph: Operator
         recompute=MAYBE[args.recompute],
         pipelines=MAYBE[args.pipelines],
         costs=args.costs,
+        kernels=args.kernels,
         risk=None if args.risk == NO_RISK else Risk(args.risk),
         confidence=args.confidence,
     )

@@ -13,7 +13,7 @@ from soap.api.large_plans import large_prediction
 from soap.cli import explanation, inputs, plan_summary, simulate_report, stale_plan
 from soap.cli.command import Parser, UsageError, entry_point, refuse_given
 from soap.cli.inputs import add_asked, check_inputs, read_file
-from soap.cli.options import add_explain, add_outputs, cluster_of, reading, share
+from soap.cli.options import add_explain, add_kernels, add_outputs, cluster_of, reading, share
 from soap.cli.stopping import add_time_limit
 from soap.cli.timelines import predicted_text
 from soap.cluster.topology import Topology
@@ -44,6 +44,7 @@ def make_parser() -> Parser:
         f"{PROG} zoo:gpt:tiny --cluster p100-4x4 --builtin megatron --timeline trace.json",
     )
     add_asked(parser, required=False)
+    add_kernels(parser)
     least = f"{100 * LEAST_GAIN:.0f}%%"
     gain_help = f"with --builtin {RALP}: what layers on servers must save at least of a step (default {least}), or none are moved"
     parser.add_argument("--least-gain", metavar="SHARE", type=share, help=gain_help)
@@ -80,7 +81,7 @@ def execute(args: argparse.Namespace) -> int:
         found = _fits(args, graph, topology, strategy, training)
         return _report_fit(args, replace(found, asked=replace(found.asked, name=Path(args.strategy).name)), graph, topology)
     made_for = _made_for(args, topology) if args.what_if else None
-    simulator = api.simulator_for(graph, topology, costs=args.costs, training=training)
+    simulator = api.simulator_for(graph, topology, costs=args.costs, training=training, kernels=args.kernels)
     least_gain = LEAST_GAIN if args.least_gain is None else args.least_gain
     placed = api.placed_layers(args.builtin, simulator, least_gain) if _is_layered(args) else None
     if placed is not None:
@@ -166,7 +167,8 @@ def _fits(
 ) -> api.Fit:
     """Whether this fits, and what does; within the command's time limit, if it has one."""
     seconds = args.limit.seconds(FITTING_SHARE)
-    return api.fits(graph, topology, asked, costs=args.costs, training=training, **({} if seconds is None else {"seconds": seconds}))
+    limit = {} if seconds is None else {"seconds": seconds}
+    return api.fits(graph, topology, asked, costs=args.costs, training=training, kernels=args.kernels, **limit)
 
 
 def _report_fit(args: argparse.Namespace, fit: api.Fit, graph: OperatorGraph, topology: Topology) -> int:

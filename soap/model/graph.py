@@ -181,11 +181,12 @@ class Operator:
     ``calls``: names of the traced calls. ``partitionable`` is False for operators kept whole because no rule is known (or proven) for them.
     ``arithmetic``: the type in which the anchor call computes (``tf32``: float32 rounded to it by the hardware); empty: that of its first
     floating operand. ``skipped_share``: of ``flops``, what kernels leave out (causal attention: a half). ``fused_bytes``: of
-    ``saved_bytes``, what kernels on GPUs never write (attention's weights, views). ``views``: of ``calls``, those for which a GPU has
-    nothing to do. ``drawn``: the random numbers of its calls. ``narrowing_bytes``: what casts to ``arithmetic`` move for each number that
-    its product reads, and for each of its gradient. These six only change what an operator costs. ``own_inputs``: of a loss that divides
-    by a number which all labels decide, ``inputs`` as a tile reads them that is told this number: of labels only those that belong to its
-    scores. Empty for any other operator. These seven are no part of the graph's identity.
+    ``saved_bytes``, what kernels on GPUs never write (attention's weights, views). ``joined_bytes``: of the rest, what kernels that join
+    calls do not write (``simulator.kernels``). ``views``: of ``calls``, those for which a GPU has nothing to do. ``drawn``: the random
+    numbers of its calls. ``narrowing_bytes``: what casts to ``arithmetic`` move for each number that its product reads, and for each of its
+    gradient. These seven only change what an operator costs. ``own_inputs``: of a loss that divides by a number which all labels decide,
+    ``inputs`` as a tile reads them that is told this number: of labels only those that belong to its scores. Empty for any other operator.
+    These eight are no part of the graph's identity.
     """
 
     name: str
@@ -205,6 +206,7 @@ class Operator:
     drawn: tuple[Drawn, ...] = ()
     narrowing_bytes: tuple[int, int] = (0, 0)
     own_inputs: tuple[Operand, ...] = ()
+    joined_bytes: int = 0
 
     @property
     def summed(self) -> tuple[int, ...]:
@@ -212,7 +214,7 @@ class Operator:
         return tuple(i for i, factor in enumerate(self.factors) if factor.summed)
 
 
-_NOT_HASHED = ("arithmetic", "skipped_share", "fused_bytes", "views", "drawn", "narrowing_bytes", "own_inputs")
+_NOT_HASHED = ("arithmetic", "skipped_share", "fused_bytes", "joined_bytes", "views", "drawn", "narrowing_bytes", "own_inputs")
 """Fields of an operator that its graph's hash leaves out."""
 
 

@@ -69,11 +69,11 @@ class _Scaling:
         """The operator with the other length of a factor."""
         factors = list(op.factors)
         factors[factor] = replace(factors[factor], size=self.of(factors[factor].size))
-        flops, saved, fused = (self.of(size) for size in (op.flops, op.saved_bytes, op.fused_bytes))
+        flops, saved, fused, joined = (self.of(size) for size in (op.flops, op.saved_bytes, op.fused_bytes, op.joined_bytes))
         drawn = tuple(
             replace(own, size=self.of(own.size), count=self.of(own.count)) if own.dim.factor == factor else own for own in op.drawn
         )
-        return replace(op, factors=tuple(factors), drawn=drawn, flops=flops, saved_bytes=saved, fused_bytes=fused)
+        return replace(op, factors=tuple(factors), drawn=drawn, flops=flops, saved_bytes=saved, fused_bytes=fused, joined_bytes=joined)
 
     def footprint(self, own: Footprint) -> Footprint:
         """The footprint of such an operator."""

@@ -23,6 +23,7 @@ from soap.profiles import efficiency
 from soap.profiles.efficiency import PEAK_SHARE
 from soap.profiles.work import Kernel, backward_work, constants, forward_work, half_work, light_work
 from soap.simulator.costs import nanoseconds
+from soap.simulator.kernels import Kernels
 from soap.strategy.compression import Compression
 from soap.strategy.division import Half
 
@@ -46,9 +47,10 @@ AnswerKey = tuple[str, int, tuple[tuple[int, int], ...], DeviceType, bool, tuple
 class RooflineCosts:
     """A ``CostModel`` from the figures of a topology's device types."""
 
-    def __init__(self, topology: Topology, optimizer_states: int = 2) -> None:
-        """``optimizer_states``: tensors of a parameter's size that the optimizer keeps for it (Adam 2, momentum 1, plain SGD 0)."""
-        self.optimizer_states = optimizer_states
+    def __init__(self, topology: Topology, optimizer_states: int = 2, kernels: Kernels = "eager") -> None:
+        """``optimizer_states``: tensors of a parameter's size that the optimizer keeps for it (Adam 2, momentum 1, plain SGD 0).
+        ``kernels``: those that the graphs which are asked about have (``simulator.kernels.joined``)."""
+        self.optimizer_states, self.kernels = optimizer_states, kernels
         types = {device.type.name: device.type for device in topology.devices}
         self._types = tuple(types[name] for name in sorted(types))
         self._tiles: dict[AnswerKey, int] = {}
@@ -59,9 +61,8 @@ class RooflineCosts:
         measured = sum(device.is_measured for device in self._types)
         if measured == len(self._types):
             return "measured rates of this machine"
-        if measured == 0:
-            return "estimate (roofline of data sheet)"
-        return "estimate (roofline of data sheet, some rates measured)"
+        kernels = "" if self.kernels == "eager" else f", {self.kernels} kernels"
+        return f"estimate (roofline of data sheet{', some rates measured' if measured else ''}{kernels})"
 
     @property
     def updates_rows_alone(self) -> bool:
@@ -74,7 +75,7 @@ class RooflineCosts:
         figures = [[device.identity, device.is_measured] for device in self._types]
         known = [PEAK_SHARE, *constants(), self.optimizer_states, TILE_CALLS, UPDATE_CALLS_PER_STATE]
         known += [efficiency.figures()] if any(device.kind == "cuda" for device in self._types) else []
-        text = json.dumps(["roofline", 7, known, figures])
+        text = json.dumps(["roofline", 7, known, figures, *([] if self.kernels == "eager" else [self.kernels])])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def forward_ns(self, graph: OperatorGraph, tile: Tile, device: DeviceType) -> int:

@@ -16,6 +16,7 @@ from soap.search.deciding import DEFAULT_CONFIDENCE
 from soap.search.metropolis import DEFAULT_BETA
 from soap.simulator.costs import COST_SOURCES, CostSource
 from soap.simulator.draws import Risk
+from soap.simulator.kernels import Kernels, check_kernels
 from soap.strategy.compression import Compression, parse
 from soap.strategy.config import Strategy, SyncConfig
 
@@ -64,6 +65,7 @@ class SearchOptions:
 
     ``optimizer_states``: tensors of a parameter's size that the optimizer keeps. ``measured_updates``: whether ``soap-profile`` measures
     this optimizer's updates (SGD, Adam); if not, they are estimated. ``costs``: ``auto`` or ``estimate`` (``soap.simulator.costs``).
+    ``kernels``: what runs on GPUs (``soap.simulator.kernels``).
 
     Costs are uncertain (``soap.simulator.draws``). ``risk``: what strategies are compared by: their mean time under ``draws`` draws of the
     costs, or something more careful (a ``Risk`` or its word); None: their time under the most likely costs. ``confidence``: which plan is
@@ -92,6 +94,7 @@ class SearchOptions:
     optimizer_states: int = OPTIMIZER_STATES
     measured_updates: bool = True
     costs: CostSource = "auto"
+    kernels: Kernels = "eager"
     risk: Risk | str | None = DEFAULT_RISK
     draws: int = DEFAULT_DRAWS
     confidence: float | None = None
@@ -110,6 +113,7 @@ class SearchOptions:
         if self.optimizer_states < 0:
             raise StrategyError(f"optimizer_states {self.optimizer_states}: expected 0 or more tensors of a parameter's size")
         check_costs(self.costs)
+        check_kernels(self.kernels)
         if self.memory_budget is not None:
             read_budget(self.memory_budget)
         for name in ("pins", "forbidden"):

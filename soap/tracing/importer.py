@@ -62,6 +62,11 @@ _PERMUTING = frozenset({"transpose", "permute", "t", "movedim", "moveaxis", "swa
 _SAME_ORDER = frozenset({"squeeze", "unsqueeze", "alias", "detach", "lift_fresh"})
 _PARTS = frozenset({"expand", "select", "slice", "narrow", "unbind", "split", "split_with_sizes", "chunk", "diagonal", "unfold"})
 """Views, whose gradients are no views: they are written as a whole."""
+_REDUCING = frozenset(
+    {"softmax", "log_softmax", "_softmax", "_log_softmax", "layer_norm", "native_layer_norm", "rms_norm", "group_norm", "mean", "sum",
+     "amax", "var", "logsumexp", "cross_entropy_loss", "nll_loss", "nll_loss_nd"}
+)  # fmt: skip
+"""Calls that torch.compile's kernels have with pointwise ones, beside those that are light."""
 _PRODUCTS = frozenset({"matmul", "mm", "bmm", "mv", "dot", "vdot"})
 
 
@@ -91,16 +96,35 @@ def _merges(before: Sequence[int], after: Sequence[int]) -> bool:
     return not steps[0] <= steps[1]
 
 
-def unwritten_bytes(steps: Sequence[ProgramStep], outputs: Collection[str], program: Program, out_of_order: Collection[str]) -> int:
-    """Of an operator's ``saved_bytes``: views, what views show of it outside, and copies that products do not need."""
-    memory: dict[str, str] = {}  # value -> the one that shares its memory and was written
-    made = [name for step in steps for name in step.call.outputs]
+def _memory(steps: Sequence[ProgramStep], program: Program, out_of_order: Collection[str]) -> dict[str, str]:
+    """Of each value that is made: the one that shares its memory and was written."""
+    memory: dict[str, str] = {}
     for step in steps:
         viewed = is_view(step.call, program, out_of_order)
         memory.update((name, memory.get(step.call.operands[0], step.call.operands[0]) if viewed else name) for name in step.call.outputs)
-    shown = {memory[name] for name in outputs if name in memory}
+    return memory
+
+
+def _written(memory: Mapping[str, str], outputs: Collection[str]) -> set[str]:
+    """What is written to be read within the operator alone."""
+    return {own for name, own in memory.items() if name not in outputs and own in memory} - {memory.get(name, "") for name in outputs}
+
+
+def joined_bytes(steps: Sequence[ProgramStep], outputs: Collection[str], program: Program, out_of_order: Collection[str]) -> int:
+    """Of an operator's ``saved_bytes``, beyond what no kernel writes: what light calls, norms, softmax and losses pass to each other or
+    keep, other than for a product."""
+    memory = _memory(steps, program, out_of_order)
+    heavy = [step for step in steps if not (step.rule.light or step.call.kind in _REDUCING)]
+    edges = {memory.get(name, name) for step in heavy for name in (*step.call.operands, *step.call.outputs)}
+    kept = sum(step.rule.saved_bytes - step.rule.fused_bytes for step in steps if step not in heavy)
+    return kept + sum(_bytes(program, name) for name in _written(memory, outputs) - edges)
+
+
+def unwritten_bytes(steps: Sequence[ProgramStep], outputs: Collection[str], program: Program, out_of_order: Collection[str]) -> int:
+    """Of an operator's ``saved_bytes``: views, what views show of it outside, and copies that products do not need."""
+    made = [name for step in steps for name in step.call.outputs]
     between = {name for name in made if name not in outputs}
-    written = {memory[name] for name in between} & set(made) - shown
+    written = _written(_memory(steps, program, out_of_order), outputs)
     free = sum(_bytes(program, name) for name in between) - sum(_bytes(program, name) for name in written)
     products = [step for step in steps if step.call.kind in _PRODUCTS]
     return free + sum(step.rule.saved_bytes - copied_bytes(step.call, program, out_of_order) for step in products)
@@ -308,6 +332,7 @@ class _Builder:
             fused_bytes=sum(s.rule.fused_bytes for s in steps) + unwritten_bytes(steps, outputs, self.program, self.out_of_order),
             views=sum(is_view(s.call, self.program, self.out_of_order) for s in steps),
             drawn=tuple(self._drawn(s) for s in steps if s.rule.drawn),
+            joined_bytes=joined_bytes(steps, outputs, self.program, self.out_of_order),
         )
         whole = unsplit_dimensions(self.program, group, steps, (*inputs, *parameters), outputs, self.tensor_names)
         self.unsplit.update({name: whole} if whole else {})

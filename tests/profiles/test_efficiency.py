@@ -77,7 +77,8 @@ def test_flash_attention_is_as_fast_as_its_table_says() -> None:
     """By hand: 182 of 312 TFLOP/s on an A100, 8192 steps of width 128, of which the backward pass counts four products of five."""
     found = [shares(A100, ATTENTION, plain("bfloat16", scores=Scores(8192, 128, True)), backward=way).arithmetic for way in (False, True)]
     assert found == pytest.approx([182 / 312, 182 / 312 * 0.8])
-    halfway = [shares(A100, ATTENTION, plain("float16", scores=Scores(keys, 128, False))).arithmetic for keys in (64, 512, 724, 1024, 2**20)]
+    lengths = (64, 512, 724, 1024, 2**20)
+    halfway = [shares(A100, ATTENTION, plain("float16", scores=Scores(keys, 128, False))).arithmetic for keys in lengths]
     assert halfway == pytest.approx([151 / 312, 151 / 312, 162 / 312, 173 / 312, 203 / 312], rel=1e-3)
     assert shares(A100, ATTENTION, plain("bfloat16", scores=Scores(512, 32, True))).arithmetic == pytest.approx(88 / 312)
 

@@ -1,0 +1,79 @@
+"""Calls that are one kernel on a GPU, as ``torch.compile`` makes of them, or as hand-written kernels are (Apex, Megatron, Transformer
+Engine): an operator whose calls are joined reads and writes what goes in and out of the group, is one launch besides its product's, and
+keeps what crosses the group's edge. ``soap-run`` executes models call by call (``eager``), which is the default.
+
+A joined operator may keep its inputs instead of what its calls pass to each other, as both kinds of kernels compute that again in the
+backward pass (a norm, an activation, a softmax, a loss). Kernels do not reach over the borders of operators here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Literal
+
+from soap.errors import ProfileError
+from soap.model.dtypes import is_differentiable
+from soap.model.graph import Footprint, Operator, OperatorGraph
+from soap.strategy.recomputation import PRODUCTS
+
+Kernels = Literal["eager", "compiled", "fused"]
+KERNELS: tuple[Kernels, ...] = ("eager", "compiled", "fused")
+
+FUSED = frozenset(
+    {"linear", "scaled_dot_product_attention", "softmax", "layer_norm", "rms_norm", "cross_entropy_loss", "add", "mul", "dropout"}
+)
+"""Kinds of operators for whose calls there are hand-written kernels: activations with a bias or a gate before a product, rotary embeddings
+before attention, scaled masked softmax, norms, bias with dropout and addition, the loss."""
+
+
+def check_kernels(kernels: str) -> None:
+    """Raise ProfileError in one line if there are no such kernels."""
+    if kernels not in KERNELS:
+        raise ProfileError(f"kernels {kernels!r}: expected one of {', '.join(KERNELS)}")
+
+
+def joined(graph: OperatorGraph, kernels: Kernels) -> OperatorGraph:
+    """The graph with operators and footprints as these kernels have them on GPUs; itself if they are eager."""
+    check_kernels(kernels)
+    if kernels == "eager":
+        return graph
+    operators = tuple(_joined(op) if kernels == "compiled" or op.kind in FUSED else op for op in graph.operators)
+    own = replace(graph, operators=operators)
+    return replace(own, footprints=_Joined(graph, own))
+
+
+def _joined(op: Operator) -> Operator:
+    launches = min(len(op.calls) - op.views, 2 if op.kind in PRODUCTS else 1)
+    return replace(op, fused_bytes=op.fused_bytes + op.joined_bytes, joined_bytes=0, views=len(op.calls) - launches)
+
+
+class _Joined(Mapping[str, tuple[Footprint, ...]]):
+    """Footprints of a graph, with those of joined operators changed when they are asked for."""
+
+    def __init__(self, eager: OperatorGraph, own: OperatorGraph) -> None:
+        self._known, self._graph = eager.footprints, own
+        self._changed = {op.name: op for op, before in zip(own.operators, eager.operators, strict=True) if op is not before}
+
+    def __getitem__(self, key: str) -> tuple[Footprint, ...]:
+        found, op = self._known[key], self._changed.get(key)
+        return found if op is None else tuple(self._footprint(op, own) for own in found)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._known)
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._known
+
+    def _footprint(self, op: Operator, own: Footprint) -> Footprint:
+        """Inputs in place of what eager calls keep of their own, beyond the group's edge, if that is no more."""
+        tensors = [self._graph.tensors[operand.tensor] for operand in op.inputs]
+        more = {i for i, tensor in enumerate(tensors) if is_differentiable(tensor.dtype) and i not in own.keeps}
+        kept_bytes = min(own.kept_bytes, op.saved_bytes - op.fused_bytes)
+        if kept_bytes + sum(tensors[i].bytes for i in more) > own.kept_bytes:
+            return own
+        fixed = own.fixed_bytes
+        return replace(own, kept_bytes=kept_bytes, keeps=own.keeps | more, fixed_bytes=(min(fixed[0], kept_bytes), *fixed[1:]))
