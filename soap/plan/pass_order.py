@@ -69,6 +69,12 @@ class PassOrder:
         return tuple(kind for kind in KINDS if kind in found)
 
     @cached_property
+    def one_by_one(self) -> bool:
+        """Whether each micro-batch passes the whole model, forward and backward, before the next one begins."""
+        turns = [(kind, m) for m in range(self.cut.count) for kind in ("F", "B")]
+        return len({*self.chunks}) == 1 and [(action.kind, action.microbatch) for action in self.actions] == turns
+
+    @cached_property
     def backward(self) -> tuple[Kind, ...]:
         """By operator: the kind of the actions in which its backward pass, or the first half of it, takes place."""
         return tuple([self._kind(*own[:1]) for own in self._shares])
