@@ -38,12 +38,14 @@ class PassAction(NamedTuple):
 
 @dataclass(frozen=True)
 class PassOrder:
-    """``chunks``: by operator, its chunk. ``actions``: every action once, backward passes all whole or all in two. StrategyError if an
-    action is missing, or comes before one for which it waits."""
+    """``chunks``: by operator, its chunk. ``actions``: every action once, backward passes all whole or all in two. ``anew``: whether each
+    pass of a micro-batch gathers what is gathered for its uses. StrategyError if an action is missing, or comes before one for which it
+    waits."""
 
     cut: MicroBatches
     chunks: tuple[int, ...]
     actions: tuple[PassAction, ...]
+    anew: bool = False
 
     def __post_init__(self) -> None:
         wanted = {PassAction(kind, chunk, m) for kind in self.kinds for chunk in {*self.chunks} for m in range(self.cut.count)}
@@ -67,12 +69,6 @@ class PassOrder:
             found.discard("B")
         found.update(lacking(share for kind in found for share in WORK[kind].shares))
         return tuple(kind for kind in KINDS if kind in found)
-
-    @cached_property
-    def one_by_one(self) -> bool:
-        """Whether each micro-batch passes the whole model, forward and backward, before the next one begins."""
-        turns = [(kind, m) for m in range(self.cut.count) for kind in ("F", "B")]
-        return len({*self.chunks}) == 1 and [(action.kind, action.microbatch) for action in self.actions] == turns
 
     @cached_property
     def backward(self) -> tuple[Kind, ...]:

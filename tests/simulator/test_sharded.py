@@ -27,6 +27,7 @@ from tests.graph_builder import GraphBuilder, transformer
 from tests.simulator.examples import batch_split, chain
 from tests.simulator.reference_memory.any_order import memory_use
 from tests.strategies import CPU, GPU, cluster
+from tests.test_pass_order import chain as coupled
 
 FOUR = cluster([2, 2], CPU)
 
@@ -219,6 +220,23 @@ def test_what_leaves_with_micro_batches_does_so_in_every_iteration_of_a_step() -
             assert bool(steps) == plan.completes(sync) and always.isdisjoint(step.name for step in steps)
             sums += len(steps)
         assert sums == 2 * len(graph.parameters)
+
+
+def test_before_a_barrier_each_micro_batch_gathers_and_behind_it_values_stay() -> None:
+    """All pass it together: first all gather for forward passes, then all for backward passes. A group waits for its uses before that."""
+    graph, count = coupled(12, centered=True), 3
+    assert MicroBatches(graph, count).barriers
+    plan = build_plan(graph, replace(fsdp(graph, FOUR), microbatches=count), FOUR)
+    own = {sync.part: sync for sync in plan.syncs if sync.parameter == "first.weight"}
+    behind = {sync.part for sync in plan.syncs for region in sync.regions if region.parameter in ("second.weight", "third.weight")}
+    assert [*own] == [0, 1, 2] and behind == {None}
+    found = before(plan)
+    for part, sync in own.items():
+        forward, backward = ({name for name in passes(plan, 0, back=back) if name.endswith(f" {part}")} for back in (False, True))
+        assert found[scatter_name(sync)] == backward and regather_name(sync) in found
+        if part:
+            assert {name.replace(f" {part}", f" {part - 1}") for name in forward} <= found[gather_name(sync)]
+            assert {name.replace(f" {part}", f" {part - 1}") for name in backward} <= found[regather_name(sync)]
 
 
 def test_with_other_orders_values_are_gathered_once_and_stay() -> None:

@@ -9,14 +9,14 @@ that run again together need theirs at once. So where operators of either group 
 for, those of the groups before it are, up to the first of which all are: the values of a run that is recomputed come when the run before it
 goes back, and not all with the first.
 
-With micro-batches that pass one by one (``PassOrder.one_by_one``: no stages, no barriers) each has synchronizations of its own
-(``ShardSync.part``), and all this holds for the gathers of all of them, one micro-batch after the other. A group's values for the next
-micro-batch also wait for its uses in the one before.
+With micro-batches and no stages (``PassOrder.anew``) each has synchronizations of its own (``ShardSync.part``), and all this holds for the
+gathers of all of them, one action (a micro-batch's forward or backward pass) after the other. A group's values also wait for its uses in
+the action that had them before.
 
-With other micro-batches, and of parameters that are read once for all of them, values are gathered once, and stay until the last of their
-uses in the step, as with ``reshard_after_forward=False`` of PyTorch's FSDP, which is what its pipelines use: these gathers begin with the
-step, in the order of their first uses, and wait for nothing. Where another trainer keeps values (``Wrapped.kept``), gathers wait for
-earlier uses all the same, as they do there.
+With stages, and of parameters that are read once for all micro-batches, or behind a barrier, values are gathered once, and stay until the
+last of their uses in the step, as with ``reshard_after_forward=False`` of PyTorch's FSDP, which is what its pipelines use: these gathers
+begin with the step, in the order of their first uses, and wait for nothing. Where another trainer keeps values (``Wrapped.kept``), gathers
+wait for earlier uses all the same, as they do there.
 """
 
 from __future__ import annotations
@@ -51,8 +51,18 @@ class Gather:
 
 
 def repeats(order: PassOrder | None, operator: int) -> bool:
-    """Whether values that an operator reads are gathered for each micro-batch, if all that read them do so."""
-    return order is not None and order.one_by_one and order.cut.parts(operator) > 1 and operator not in order.cut.graph.epilogue
+    """Whether values that an operator reads are gathered for each micro-batch, if all that read them do so: if it is cut, before any
+    barrier."""
+    if order is None or not order.anew or order.chunks[operator] > 0:
+        return False
+    return order.cut.parts(operator) > 1 and operator not in order.cut.graph.epilogue
+
+
+def turns(order: PassOrder | None) -> list[tuple[int, bool]]:
+    """(micro-batch, whether it is its backward pass) of the actions in whose order what is gathered anew is gathered."""
+    if order is None:
+        return [(0, False), (0, True)]
+    return [(action.microbatch, action.kind != "F") for action in order.actions if action.chunk == 0] if order.anew else [(0, False)]
 
 
 def in_parts(sync: ShardSync, count: int, part_of: Callable[[int], int]) -> list[ShardSync]:
@@ -93,29 +103,32 @@ def gathers(plan: Plan) -> tuple[Gather, ...]:
     at = {number: sorted({plan.tiles[tile].operator for tile in own}) for number, own in uses.items()}
     needed, first = needed_from(plan), {number: own[0] for number, own in at.items()}
     last = {number: max(needed[op] for op in own if op in back) for number, own in at.items() if is_read_back(plan, plan.syncs[number])}
-    part = {number: plan.syncs[number].part or 0 for number in numbers}
     items: list[Item] = [(number, False) for number in numbers] + [(number, True) for number in last]
-    order = sorted(items, key=lambda item: (part[item[0]], item[1], -last[item[0]] if item[1] else first[item[0]], places[item[0]]))
+    turn_of = {action: turn for turn, action in enumerate(turns(plan.order))}
+    turn = {item: turn_of[plan.syncs[item[0]].part or 0, item[1]] for item in items}
+    order = sorted(items, key=lambda item: (turn[item], -last[item[0]] if item[1] else first[item[0]], places[item[0]]))
     final = {number: next((op for op in own if op in back), 0) for number, own in at.items()}
 
     def is_over(earlier: Item, item: Item) -> bool:
         """Whether all uses of an earlier gather's values come before an item's are needed, or those of neither are computed again."""
         both = item[0], earlier[0]
-        if part[item[0]] != part[earlier[0]] or not (item[1] and earlier[1]) or all(last[number] <= at[number][-1] for number in both):
+        if turn[item] != turn[earlier] or not item[1] or all(last[number] <= at[number][-1] for number in both):
             return True
         return final[earlier[0]] > last[item[0]]
 
-    awaited, found = _awaited(plan, order, is_over), list[Gather]()
+    awaited, before, found = _awaited(plan, order, is_over), dict[int, Item](), list[Gather]()
     for number, backward in order:
         forward_tiles, backward_tiles = set(uses[number] if backward else ()), set[int]()
-        if part[number] and not backward:  # the same group's for the micro-batch before
-            (backward_tiles if number - 1 in last else forward_tiles).update(uses[number - 1])
+        group = number - (plan.syncs[number].part or 0)
+        if group in before:
+            (backward_tiles if before[group][1] else forward_tiles).update(uses[before[group][0]])
+        before[group] = number, backward
         for device, (other, other_backward) in awaited[number, backward]:
             for tile in on[other].get(device, ()):
-                operator, before = plan.tiles[tile].operator, part[other] < part[number]
-                if not other_backward and (before or backward or operator < first[number]):
+                operator, over = plan.tiles[tile].operator, turn[other, other_backward] != turn[number, backward]
+                if not other_backward and (over or operator < first[number]):
                     forward_tiles.add(tile)
-                elif other_backward and operator in back and (before or operator > last[number]):
+                elif other_backward and operator in back and (over or operator > last[number]):
                     backward_tiles.add(tile)
         position = last[number] if backward else first[number]
         found.append(Gather(number, backward, position, tuple(sorted(forward_tiles)), tuple(sorted(backward_tiles))))

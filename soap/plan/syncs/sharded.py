@@ -5,9 +5,9 @@ reduce-scattered to the owners, which update their parts; nothing follows the up
 Optimizations Toward Training Trillion Parameter Models", SC 2020; Zhao et al., "PyTorch FSDP", VLDB 2023. Frozen values are gathered, for
 backward passes only if these read them, and that is all.
 
-Of micro-batches that pass one by one each does so (``gathering``), as FSDP, DeepSpeed and Megatron do by default: owners add what is
+Without stages each micro-batch does so (``gathering``), as FSDP, DeepSpeed and Megatron do by default: owners add what is
 scattered to the sums of the micro-batches before, in the gradients' type, reader by reader. Where hosts have copies of their own these sums
-are all-reduced with the last one. With other micro-batches values are gathered once a step, and gradients are added up until the last one.
+are all-reduced with the last one. In stages values are gathered once a step, and gradients are added up until the last one.
 """
 
 from __future__ import annotations

@@ -171,6 +171,7 @@ class Scratch(NamedTuple):
     g_latest: Ints
     g_needed: Ints
     g_order: Ints
+    g_next: Ints
     g_list: Ints
     g_place: Ints
     g_from: Ints

@@ -114,7 +114,7 @@ def ordered(S: Scratch, buckets: int) -> int:
 def _order(W, buckets, uses):  # type: ignore[no-untyped-def]
     """Fill ``g_first`` and ``g_last``: by bucket, the first operator that uses it, and where the backward pass may first need it, -1 if it
     never does; ``g_latest`` and ``g_final``: the operators by which all uses are over, forward and backward; ``g_order``: all items in the
-    order in which devices gather them."""
+    order in which devices gather them; ``g_next``: by item, the next one of its group, or -1."""
     G, C, S = W.graph, W.state, W.scratch
     if 2 * buckets > len(S.g_order):
         raise MemoryError(FULL)
@@ -129,15 +129,19 @@ def _order(W, buckets, uses):  # type: ignore[no-untyped-def]
             S.g_final[bucket] = min(S.g_final[bucket], op)
         if G.backward[op] and not _is_all_step(W, bucket):
             S.g_last[bucket] = max(S.g_last[bucket], S.g_needed[op])
+    _sort(S, buckets, 0)
+    _sort(S, buckets, 1)
     items = 0
-    for part in range(W.order.count[0]):
-        for back in range(2):
-            if part == 0:
-                _sort(S, buckets, back)
-            for i in range(back * buckets, S.count[SORTED + back]):
-                if part == 0 or S.bucket_part[S.g_list[i]] == 0:  # all micro-batches' are in one order
-                    S.g_order[items] = S.g_list[i] + part + back * buckets
-                    items += 1
+    for turn in W.order.turns:
+        part, back = turn // 2, turn % 2
+        for i in range(back * buckets, S.count[SORTED + back]):
+            if part == 0 or S.bucket_part[S.g_list[i]] == 0:  # all micro-batches' are in one order
+                S.g_order[items] = S.g_list[i] + part + back * buckets
+                items += 1
+    fill(S.g_slot, 0, buckets, -1)
+    for i in range(items - 1, -1, -1):
+        head = S.g_order[i] % buckets - max(0, S.bucket_part[S.g_order[i] % buckets])
+        S.g_next[S.g_order[i]], S.g_slot[head] = S.g_slot[head], S.g_order[i]
 
 
 @compiled
@@ -211,11 +215,17 @@ def find_next(W: World, buckets: int) -> None:
 def _is_over(S, buckets, earlier, item):  # type: ignore[no-untyped-def]
     """Whether all uses of an earlier item's values come before an item's are needed, or those of neither are computed again."""
     own, other = item - buckets, earlier - buckets
-    if S.bucket_part[item % buckets] != S.bucket_part[earlier % buckets]:
+    if _is_later(S, buckets, earlier, item):
         return True
-    if own < 0 or other < 0 or (S.g_last[own] <= S.g_latest[own] and S.g_last[other] <= S.g_latest[other]):
+    if own < 0 or (S.g_last[own] <= S.g_latest[own] and S.g_last[other] <= S.g_latest[other]):
         return True
     return S.g_final[other] > S.g_last[own]
+
+
+@compiled
+def _is_later(S, buckets, earlier, item):  # type: ignore[no-untyped-def]
+    """Whether an item is for another action than an earlier one."""
+    return S.bucket_part[item % buckets] != S.bucket_part[earlier % buckets] or (item < buckets) != (earlier < buckets)
 
 
 @compiled
@@ -247,18 +257,17 @@ def _follow_use(W, buckets, use):  # type: ignore[no-untyped-def]
     device, forward = C.dev[C.dev_ptr[op] + C.index[slot]], slot - C.tiles[op]
     if S.g_last[bucket] >= 0:
         add_edge(S, forward, S.g_slot[buckets + bucket])
-    if 0 <= S.bucket_part[bucket] < W.order.count[0] - 1:  # the same group's for the next micro-batch
-        if S.g_last[bucket] < 0:
-            add_edge(S, forward, S.g_slot[bucket + 1])
-        elif C.alive[slot]:
-            add_edge(S, slot, S.g_slot[bucket + 1])
+    if S.g_next[bucket] >= 0 and S.g_next[bucket] != buckets + bucket:
+        add_edge(S, forward, S.g_slot[S.g_next[bucket]])
+    if S.g_last[bucket] >= 0 and S.g_next[buckets + bucket] >= 0 and C.alive[slot]:
+        add_edge(S, slot, S.g_slot[S.g_next[buckets + bucket]])
     for own in range(bucket, items, buckets):
         at = S.g_place[own * len(C.busy) + device]
         place = at + C.prefetch[0] + 1
         while at >= 0 and place < S.settling[device] and S.g_from[device * items + place] <= at:
             item = S.g_list[device * items + place]
-            later = S.bucket_part[item % buckets] != S.bucket_part[bucket]
-            if own < buckets and item != buckets + bucket and (later or item >= buckets or op < S.g_first[item]):
+            later = _is_later(S, buckets, own, item)
+            if own < buckets and item != buckets + bucket and (later or op < S.g_first[item]):
                 add_edge(S, forward, S.g_slot[item])
             elif own >= buckets and C.alive[slot] and (later or op > S.g_last[item - buckets]):
                 add_edge(S, slot, S.g_slot[item])
