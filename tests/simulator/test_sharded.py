@@ -231,12 +231,14 @@ def test_before_a_barrier_each_micro_batch_gathers_and_behind_it_values_stay() -
     behind = {sync.part for sync in plan.syncs for region in sync.regions if region.parameter in ("second.weight", "third.weight")}
     assert [*own] == [0, 1, 2] and behind == {None}
     found = before(plan)
+
+    def of(part: int, *, back: bool = False) -> set[str]:
+        return {name for name in passes(plan, 0, back=back) if name.endswith(f" of micro-batch {part}")}
+
     for part, sync in own.items():
-        forward, backward = ({name for name in passes(plan, 0, back=back) if name.endswith(f" {part}")} for back in (False, True))
-        assert found[scatter_name(sync)] == backward and regather_name(sync) in found
-        if part:
-            assert {name.replace(f" {part}", f" {part - 1}") for name in forward} <= found[gather_name(sync)]
-            assert {name.replace(f" {part}", f" {part - 1}") for name in backward} <= found[regather_name(sync)]
+        assert found[scatter_name(sync)] == of(part, back=True) and len(of(part)) == 4
+        assert found[gather_name(sync)] == (of(part - 1) if part else set())
+        assert of(part) | (of(part - 1, back=True) if part else of(count - 1)) <= found[regather_name(sync)]
 
 
 def test_with_other_orders_values_are_gathered_once_and_stay() -> None:
