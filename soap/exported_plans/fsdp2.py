@@ -28,6 +28,13 @@ PREFETCHING = '''    for order, prefetch in (
             prefetch(module, order[place : place + PREFETCH])
 '''
 """A module's gathers begin once those before it are there: ``FSDPModule`` of torch.distributed.fsdp."""
+AT_LAST = {
+    "none": ("set_requires_gradient_sync",),
+    "zero1": ("set_requires_gradient_sync", "set_reshard_after_backward"),
+    "fsdp": (),
+    "hsdp": ("set_requires_all_reduce",),
+}
+"""By sharing: what only the last micro-batch of a step does."""
 PRODUCTS = '''
 PRODUCTS = [  # what these make is kept, everything else of a layer is computed again
     torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default, torch.ops.aten.convolution.default,
@@ -41,7 +48,7 @@ def write(written: Written) -> str:
     """The module."""
     own = written.configuration
     shard = {"none": 1, "hsdp": max(1, written.devices_each)}.get(own.sharing, own.world)
-    reshard = own.sharing in ("fsdp", "hsdp") and own.microbatches == 1
+    reshard = own.sharing in ("fsdp", "hsdp")
     policy = ""
     if written.autocast is not None:
         policy = f"mp_policy=MixedPrecisionPolicy(param_dtype=torch.{written.autocast}, reduce_dtype=torch.float32), "
@@ -61,7 +68,7 @@ def write(written: Written) -> str:
     around = [*map(repr, layers.before), "*LAYERS", *map(repr, layers.after)]
     gathers = own.sharing != "none"
     wrapping, depth = (PREFETCHING, f"PREFETCH = {own.prefetch}  # modules that are gathered ahead\n") if gathers else ("", "")
-    keeping = "        model.set_reshard_after_backward(number == MICRO_BATCHES)\n" if gathers and own.microbatches > 1 else ""
+    at_last = "".join(f"        model.{method}(number == MICRO_BATCHES)\n" for method in AT_LAST[own.sharing])
     checkpointing = dedent(CHECKPOINTING[own.recompute])
     head = "\n\n".join(written.facts)
     return f'''"""{head}
@@ -90,8 +97,7 @@ def parallelize(model: nn.Module, device_type: str = "cuda") -> nn.Module:
 def backward(model: nn.Module, batches) -> None:
     """One step's backward passes. batches: the arguments of MICRO_BATCHES calls of the model, which returns its loss."""
     for number, batch in enumerate(batches, 1):
-        model.set_requires_gradient_sync(number == MICRO_BATCHES)
-{keeping}        (model(*batch) / MICRO_BATCHES).backward()
+{at_last}        (model(*batch) / MICRO_BATCHES).backward()
 '''
 
 
@@ -99,5 +105,5 @@ TARGET = Target(
     "fsdp2", "PyTorch's fully_shard", "torch 2.13", ".py", ("data", "single"), ("fsdp", "hsdp", "zero1", "none"),
     ("none", "selective", "full"), False, write, lambda _: "", {},
     ("the loss of micro-batches is the mean of theirs", "with no sharing, fully_shard over a mesh of one part replicates"),
-    lambda own, layers: Wrapped(layers.wrapped(layers.alone), layers.kept(layers.alone, own)), (1, 2, 3, 4),
+    lambda own, layers: Wrapped(layers.wrapped(layers.alone), layers.kept(layers.alone, own), once=own.sharing == "zero1"), (1, 2, 3, 4),
 )  # fmt: skip

@@ -25,7 +25,7 @@ def wraps(own: Configuration, layers: Layers) -> Wrapped:
     distributed optimizer gathers values by buckets, one ahead of the forward passes (finish_param_sync of core/distributed)."""
     if own.sharing == "none":
         return USUAL
-    return Wrapped(kept=layers.kept((), own)) if own.sharing == "zero1" else Wrapped(layers.wrapped(layers.alone))
+    return Wrapped(kept=layers.kept((), own), once=True) if own.sharing == "zero1" else Wrapped(layers.wrapped(layers.alone))
 
 
 def write(written: Written) -> str:

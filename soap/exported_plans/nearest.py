@@ -84,10 +84,11 @@ def near(target: Target, topology: Topology, layers: Layers, nearest: Configurat
 
 
 def _depths(target: Target, layers: Layers, own: Configuration) -> tuple[int, ...]:
-    """How far ahead the target can be told to gather modules; with micro-batches gathers wait for nothing."""
+    """How far ahead the target can be told to gather modules; where these are gathered once for all micro-batches they wait for nothing."""
     wrapped = target.wraps(own, layers)
     gathers = own.sharing in ("fsdp", "hsdp") or (own.sharing == "zero1" and wrapped.kept and wrapped.modules)
-    return target.depths if gathers and own.microbatches == 1 else target.depths[:1]
+    once = own.microbatches > 1 and (own.pipeline is not None or wrapped.once)
+    return target.depths if gathers and not once else target.depths[:1]
 
 
 def _candidates(

@@ -39,7 +39,7 @@ def write(written: Written) -> str:
     parallelism: dict[str, object] = {
         "data_parallel_replicate_degree": replicate,
         "data_parallel_shard_degree": shard,
-        "fsdp_reshard_after_forward": "never" if own.sharing == "zero1" or own.microbatches > 1 else "default",
+        "fsdp_reshard_after_forward": "never" if own.sharing == "zero1" else "default",  # which is never in a pipeline
         "tensor_parallel_degree": own.tensor,
         "context_parallel_degree": own.context,
         "expert_parallel_degree": own.experts,
@@ -85,6 +85,6 @@ TARGET = Target(
     ("none", "selective", "full"), False, write, allows, SCHEDULES,
     ("later versions than 0.2 are configured in Python, by fields of the same names",
      "names in module_fqns_per_model_part are this model's: torchtitan's own models call theirs tok_embeddings, layers.N, norm, output",
-     "without a pipeline each micro-batch gathers values and sums gradients anew there; the price has both once a step"),
+     "without a pipeline each micro-batch sums gradients anew there; of hsdp between hosts, and of none, the price has that once a step"),
     wraps,
 )  # fmt: skip

@@ -38,12 +38,14 @@ class PassAction(NamedTuple):
 
 @dataclass(frozen=True)
 class PassOrder:
-    """``chunks``: by operator, its chunk. ``actions``: every action once, backward passes all whole or all in two. StrategyError if an
-    action is missing, or comes before one for which it waits."""
+    """``chunks``: by operator, its chunk. ``actions``: every action once, backward passes all whole or all in two. ``anew``: whether each
+    pass of a micro-batch gathers what is gathered for its uses. StrategyError if an action is missing, or comes before one for which it
+    waits."""
 
     cut: MicroBatches
     chunks: tuple[int, ...]
     actions: tuple[PassAction, ...]
+    anew: bool = False
 
     def __post_init__(self) -> None:
         wanted = {PassAction(kind, chunk, m) for kind in self.kinds for chunk in {*self.chunks} for m in range(self.cut.count)}

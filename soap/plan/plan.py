@@ -161,7 +161,9 @@ class ShardSync:
     ``readers``: the devices (sorted, distinct) whose tiles read them. ``leaders``: for each reader, the device through which it
     communicates: with local aggregation the first reader on its host, else the reader itself. ``compression``: how each region's gradient
     is compressed, with a selection that suits the layer. ``offload``: whether owners update in their host's memory. ``cluster_readers``:
-    if set, the plan is folded, and parts are those of so many readers.
+    if set, the plan is folded, and parts are those of so many readers. ``part``: if set, it is for the passes of this micro-batch alone:
+    values are gathered for these, and their gradients are added to those of the micro-batches before. It has the regions of the others,
+    with the uses of its own.
     """
 
     method: str
@@ -173,6 +175,7 @@ class ShardSync:
     compression: Compression | None = None
     offload: bool = False
     cluster_readers: int | None = None
+    part: int | None = None
 
     @property
     def contract(self) -> Contract:
@@ -210,8 +213,8 @@ class Plan:
     """A whole strategy, lowered. Things refer to each other by their positions in these sequences. Those of what operators do and leave
     are made when they are first asked for (``planning.Later``); ``deliveries`` have what tables need, of operators that are alike once.
 
-    Every trainable shard that gets a gradient is in exactly one of ``syncs``; so is each frozen one whose values are gathered. The method's
-    module in ``soap.plan.syncs`` says what the synchronization moves, updates and holds in memory.
+    Every trainable shard that gets a gradient is in exactly one of ``syncs``, or one for each micro-batch (``ShardSync.part``); so is each
+    frozen one whose values are gathered. The method's module in ``soap.plan.syncs`` says what it moves, updates and holds in memory.
 
     ``first_tile[i]``: the position of operator i's first tile; its tiles follow in index order. ``accelerators``: devices that are no CPUs;
     servers beside them keep parameters in the host's memory. ``sparse_lookups``: operators whose tiles look rows up. ``strategy``: of two
@@ -278,6 +281,10 @@ class Plan:
         """Shards that get a gradient."""
         return frozenset(number for sync in self.syncs if not self.is_frozen(sync) for number in sync.shards)
 
+    def completes(self, sync: ShardSync) -> bool:
+        """Whether gradients are complete with it: those of all other micro-batches have come before."""
+        return self.order is None or sync.part is None or sync.part == self.order.cut.count - 1
+
     def is_frozen(self, sync: ShardSync) -> bool:
         """Whether its values are gathered for their uses and never change: nothing gets a gradient."""
         return not self.shards[sync.shards[0]].trainable
@@ -328,8 +335,8 @@ def tile_task_name(verb: str, op: Operator, tile: Tile) -> str:
     return f"{verb} {op.name}[{tile.index}]{_of(tile)}"
 
 
-def _of(tile: Tile) -> str:
-    return "" if tile.part is None else f" of micro-batch {tile.part}"
+def _of(own: Tile | ShardSync) -> str:
+    return "" if own.part is None else f" of micro-batch {own.part}"
 
 
 def message_name(plan: Plan, message: Message, *, gradient: bool = False) -> str:
@@ -379,7 +386,7 @@ def reduce_name(op: Operator, reduction: Reduction, *, gradient: bool = False) -
 
 def sync_name(sync: ShardSync, verb: str = "sync") -> str:
     """Task name of a communication of a synchronization."""
-    return f"{verb} {sync.parameter}[{sync.index}]{_more(sync.regions)}"
+    return f"{verb} {sync.parameter}[{sync.index}]{_more(sync.regions)}{_of(sync)}"
 
 
 ASK_NAME = "ask for rows"

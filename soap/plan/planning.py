@@ -192,7 +192,8 @@ class PlanBuilder:
         first = {name: _offsets([len(getattr(own.like, name)) for own in found]) for name in _JOINED}
         tiles = Later(first["tiles"][-1], lambda: chain.from_iterable(own.tiles() for own in found))
         first_tile = first["tiles"][:-1]
-        shards, syncs, kept = self._keeping.keep(first_tile, self._regions(configs), strategy)
+        order = self._orders.order(strategy)
+        shards, syncs, kept = self._keeping.keep(first_tile, self._regions(configs), strategy, order)
 
         def joined(name: str, shifted: Callable[[Delivery, int], Iterable[T]]) -> Sequence[T]:
             own = ((delivery.own, position) for position, delivery in enumerate(found))
@@ -220,7 +221,7 @@ class PlanBuilder:
             syncs=syncs,
             sparse_lookups=sparse_lookup_operators(self.graph, strategy.parameters),
             training=self.training,
-            order=self._orders.order(strategy),
+            order=order,
             own_samples=self.topology.own_samples,
             deliveries=tuple(found),
             kept=kept,

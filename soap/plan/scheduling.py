@@ -11,6 +11,7 @@ In a chunk with barriers each action does what stands before the first of them, 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 from soap.model.batch import MicroBatches
@@ -24,6 +25,8 @@ from soap.schedules.table import WORK, Action, Table
 from soap.strategy.config import Strategy
 from soap.strategy.stages import chunks_of, stage_count
 
+ONE_BY_ONE = "accumulation"
+"""The schedule without stages or barriers."""
 KEPT_ORDERS = 64
 """Orders that are remembered: more than a search compares at a time."""
 
@@ -44,13 +47,14 @@ class Orders:
 
     def _make(self, count: int, stages: tuple[tuple[str, int], ...], schedule: str | None) -> PassOrder:
         cut = self.cut(count)
-        return scheduled(cut, chunks_of(cut.graph, dict(stages)), usual_schedule(cut) if schedule is None else parse(schedule))
+        found = scheduled(cut, chunks_of(cut.graph, dict(stages)), usual_schedule(cut) if schedule is None else parse(schedule))
+        return found if stages or schedule not in (None, ONE_BY_ONE) else replace(found, anew=True)
 
 
 def usual_schedule(cut: MicroBatches) -> NamedSchedule:
     """One micro-batch after the other, each forward and then backward: as little as possible is kept. With barriers all micro-batches pass
     each barrier together: all forward passes, then all backward passes."""
-    return parse(OFFERED if cut.barriers else "accumulation")
+    return parse(OFFERED if cut.barriers else ONE_BY_ONE)
 
 
 def scheduled(cut: MicroBatches, chunks: Sequence[int], schedule: NamedSchedule) -> PassOrder:

@@ -87,6 +87,11 @@ def tiles_of(graph: OperatorGraph, position: int, config: OpConfig, cut: MicroBa
     ]
 
 
+def part_of(config: OpConfig, tile: int, count: int) -> int:
+    """The micro-batch of the tile with this index, of an operator that is cut into ``count``."""
+    return tile // (len(config.devices) // config.replicas) % count
+
+
 def pieces_of(
     graph: OperatorGraph, position: int, weights: Sequence[Sequence[int]], cut: MicroBatches | None = None
 ) -> list[tuple[list[Interval], ...]]:

@@ -22,10 +22,11 @@ from soap.model.graph import Factor, FactorKind, Operator, OperatorGraph
 from soap.model.regions import contains, intersect, volume
 from soap.plan.own_part import OwnUses, Places, PlanParts, by_device
 from soap.plan.pass_order import PassOrder
-from soap.plan.plan import Plan, Shard, ShardSync
+from soap.plan.plan import Plan, ReadRegion, Shard, ShardSync
 from soap.plan.planning import PlanBuilder, build_plan
 from soap.plan.running.activity import Activity
 from soap.plan.running.order import ExecutionOrder, Segment
+from soap.plan.tiling import Tile
 from soap.runtime.comm.handing_out import packed, unpacked
 from soap.runtime.comm.redistribute import Communicator, needed_by
 from soap.runtime.program.actions import Action, ActionKind
@@ -345,7 +346,7 @@ def _replanned(plan: Plan, graph: OperatorGraph, topology: Topology, places: Seq
         reductions=built.reductions,
         order=built.order,
         shards=shards,
-        syncs=tuple(_with_new_uses(sync, shards) for sync in plan.syncs),
+        syncs=tuple(_with_new_uses(sync, shards, built.tiles) for sync in plan.syncs),
         sparse_lookups=frozenset(position for position, place in enumerate(places) if place in plan.sparse_lookups),
         deliveries=built.deliveries,
     )
@@ -423,9 +424,14 @@ def _fits(old: Factor, new: Factor) -> bool:
     return old.kind is not FactorKind.PARAMETER or old.size == new.size
 
 
-def _with_new_uses(sync: ShardSync, shards: Sequence[Shard]) -> ShardSync:
-    """A synchronization with the uses of ``shards``. Each part of a region lists all uses of the region."""
-    return replace(sync, regions=tuple(replace(region, uses=shards[region.shards[0]].uses) for region in sync.regions))
+def _with_new_uses(sync: ShardSync, shards: Sequence[Shard], tiles: Sequence[Tile]) -> ShardSync:
+    """A synchronization with the uses of ``shards``, those of its micro-batch if it is for one. Each part of a region lists all uses of the
+    region."""
+
+    def uses(region: ReadRegion) -> tuple[tuple[int, int], ...]:
+        return tuple([use for use in shards[region.shards[0]].uses if sync.part is None or tiles[use[0]].part == sync.part])
+
+    return replace(sync, regions=tuple(replace(region, uses=uses(region)) for region in sync.regions))
 
 
 def _with_uses(old: Plan, plan: Plan) -> tuple[Shard, ...]:

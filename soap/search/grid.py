@@ -78,9 +78,12 @@ def mixtures(graph: OperatorGraph, topology: Topology, rough: RoughCosts, optimi
                 few = min(parts, FEW + stages)
                 owned = copies > 1 and (copies <= LEFT or LEFT * len(graph.operators) * tensor * few <= MOST_PLANNED_TILES)
                 states = optimizer_states / copies if owned else optimizer_states
-                held_bytes = round(own.trained_bytes * (2 + states)) // stages + kept_bytes
-                name = _name(tensor, stages, parts, owned=owned, again=again)
-                lacking_bytes = max(0, held_bytes - min(topology.memory_limits))
+                held_bytes, limit = round(own.trained_bytes * (2 + states)) // stages + kept_bytes, min(topology.memory_limits)
+                sharing = ("fsdp" if parts == 1 or (stages == 1 and held_bytes > limit) else "zero1") if owned else ""
+                if sharing == "fsdp":  # about
+                    held_bytes = round(own.trained_bytes * (2 + optimizer_states) / copies) + kept_bytes
+                name = _name(tensor, stages, parts, sharing, again)
+                lacking_bytes = max(0, held_bytes - limit)
                 tiles = min(copies, LEFT) * len(graph.operators) * tensor * min(parts, 3 * few)
                 found.append(Mixture(name, stages, again, filled_ns, least_ns, lacking_bytes, tiles))
     return sorted(found, key=lambda one: (one.lacking_bytes, one.expected_ns))
@@ -106,11 +109,11 @@ def _parts(most: int, stages: int) -> list[int]:
     return sorted({most >> k for k in range(most.bit_length()) if most % 2**k == 0 and (stages == 1 or most >> k >= stages)})
 
 
-def _name(tensor: int, stages: int, parts: int, *, owned: bool, again: str) -> str:
-    """Name of a mixture. Values are owned in parts only where each is gathered once a pass: not in micro-batches."""
+def _name(tensor: int, stages: int, parts: int, sharing: str, again: str) -> str:
+    """Name of a mixture. ``sharing``: what of parameters is owned in parts, by the name of the strategy that does so."""
     split = f"{SEQUENCE_PARALLEL if tensor > 1 else MEGATRON}{WIDTH}{tensor}" + f"{STAGES}{stages}" * (stages > 1)
     name = split if tensor * stages > 1 else DATA_PARALLEL
-    for added in ("zero1" if parts > 1 else "fsdp") * owned, again, f"{MICRO_BATCHES}{WIDTH}{parts}" * (parts > 1):
+    for added in sharing, again, f"{MICRO_BATCHES}{WIDTH}{parts}" * (parts > 1):
         name = on_top(name, added) if added else name
     return name
 

@@ -27,6 +27,7 @@ the weight gradients.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -64,8 +65,8 @@ from soap.simulator.tasks import GRADIENTS, TaskGraph, TaskKind, TaskPlaces
 
 __all__ = ["PlanBuilder", "build_plan", "lower"]
 
-Gathering = Callable[[int, Sequence[int], Mapping[int, int] | None], Iterable[tuple[int, int]]]
-"""``Synchronization.gather``."""
+Gathering = Callable[[int], Iterable[tuple[int, int]]]
+"""``Synchronization.gather`` of one kind of passes."""
 
 
 def lower(
@@ -79,10 +80,10 @@ def lower(
     tasks = TaskList(communication or Communication(topology))
     lowering = _Lowering(plan, costs, tasks)
     synchronization = Synchronization(plan, costs, tasks, pull_together=pull_together)
-    lowering.forward(synchronization.pull(), synchronization.gather)
-    lowering.backward(synchronization.gather)
+    lowering.forward(synchronization.pull(), partial(synchronization.gather, backward=False))
+    lowering.backward(partial(synchronization.gather, backward=True))
     lowering.keep_order()
-    synchronization.synchronize(lowering.backward_tasks | lowering.weights_tasks)
+    synchronization.synchronize(lowering.forward_tasks, lowering.backward_tasks | lowering.weights_tasks)
     ordered, places = tasks.in_order()
     return TaskGraph(plan, topology, ordered, lowering.places(places))
 
@@ -100,15 +101,15 @@ STAGES = {TaskKind.FORWARD: 1, TaskKind.BACKWARD: 1, TaskKind.WEIGHTS: WEIGHTS}
 class _Lowering:
     """The state of one lowering.
 
-    ``_forward``, ``backward_tasks``, ``weights_tasks``: tile -> its task. ``_reduced``: reduction -> the tasks that its sum is ready after.
-    ``_brought``: part -> the task that brings it. ``_returned``: first part of a carrier -> the task of its gradients. ``_sums``: reduction
-    -> its task, and that of its gradients. ``_arrivals``: tile -> the tasks that bring what it reads; ``_arrivals_back``: to its backward
-    pass, of parameters. ``_gradients``: holding -> the tasks that make or bring parts of its gradient; empty if it gets none.
+    ``forward_tasks``, ``backward_tasks``, ``weights_tasks``: tile -> its task. ``_reduced``: reduction -> the tasks that its sum is ready
+    after. ``_brought``: part -> the task that brings it. ``_returned``: first part of a carrier -> the task of its gradients. ``_sums``:
+    reduction -> its task, and that of its gradients. ``_arrivals``: tile -> the tasks that bring what it reads; ``_arrivals_back``: to its
+    backward pass, of parameters. ``_gradients``: holding -> the tasks that make or bring parts of its gradient; empty if it gets none.
     """
 
     def __init__(self, plan: Plan, costs: CostModel, tasks: TaskList) -> None:
         self.plan, self.costs, self._list = plan, costs, tasks
-        self._forward: list[int] = []
+        self.forward_tasks: list[int] = []
         self.backward_tasks: dict[int, int] = {}
         self.weights_tasks: dict[int, int] = {}
         self._reduced: dict[int, tuple[int, ...]] = {}
@@ -126,7 +127,7 @@ class _Lowering:
         for tile, task in pulled:
             self._arrivals[tile].append(task)
         for position in range(len(self.plan.graph.operators)):
-            for tile, task in gather(position, self._forward, None):
+            for tile, task in gather(position):
                 self._arrivals[tile].append(task)
             for carrier in self._index.carriers[position]:
                 self._carry(carrier)
@@ -134,7 +135,7 @@ class _Lowering:
                 self._fetch(fetch)
             self._count_labels(position)
             for own in self._tiles(position):
-                self._forward.append(self._compute(own, TaskKind.FORWARD, self._arrivals[self._place(own)]))
+                self.forward_tasks.append(self._compute(own, TaskKind.FORWARD, self._arrivals[self._place(own)]))
             for place in self._index.reductions[position]:
                 self._reduce(place)
 
@@ -142,7 +143,7 @@ class _Lowering:
         """Gradient reductions, tiles and gradient transfers, last operator first."""
         graph = self.plan.graph
         for position in range(len(graph.operators) - 1, -1, -1):
-            for tile, task in gather(position, self._forward, self.backward_tasks):
+            for tile, task in gather(position):
                 self._arrivals_back.setdefault(tile, []).append(task)
             if graph.needs_backward(graph.operators[position]):
                 self._backward_tiles(position)
@@ -160,7 +161,7 @@ class _Lowering:
         last = len(self.plan.graph.operators) - 1
         by_device: dict[int, list[tuple[int, int, int, int]]] = {}
         passes: tuple[tuple[Pass, Iterable[tuple[int, int]]], ...] = (
-            ("F", enumerate(self._forward)),
+            ("F", enumerate(self.forward_tasks)),
             ("B", self.backward_tasks.items()),
             ("W", self.weights_tasks.items()),
         )
@@ -197,8 +198,8 @@ class _Lowering:
             if gradient:
                 claimed = [*self._second.claims(self._index.of_tile[index]), *claims.get(index, ()), *map(self._second.start, start)]
                 values = self._arrivals_back.get(index, ())
-                again = self._second.run(tile, index, [self._forward[index], *values], claimed)
-                after = [self._forward[index], *again, *gradient, *values]
+                again = self._second.run(tile, index, [self.forward_tasks[index], *values], claimed)
+                after = [self.forward_tasks[index], *again, *gradient, *values]
                 self.backward_tasks[index] = self._compute(tile, TaskKind.BACKWARD, after)
                 if position in self.plan.divided:
                     self.weights_tasks[index] = self._compute(tile, TaskKind.WEIGHTS, (self.backward_tasks[index],))
@@ -216,7 +217,7 @@ class _Lowering:
 
     def _ready(self, held: int) -> tuple[int, ...]:
         holding = self.plan.holdings[held]
-        return (self._forward[holding.tile],) if holding.reduction is None else self._reduced[holding.reduction]
+        return (self.forward_tasks[holding.tile],) if holding.reduction is None else self._reduced[holding.reduction]
 
     def _fetch(self, number: int) -> None:
         """Make a fetch's consumers wait for the tasks that bring its remote pieces, and for those that make its local ones."""
@@ -304,7 +305,7 @@ class _Lowering:
     def _reduce(self, place: int) -> None:
         """Sum partial results. A single device does that while it runs the tiles, without a task."""
         reduction = self.plan.reductions[place]
-        after = tuple(self._forward[tile] for tile in reduction.tiles)
+        after = tuple(self.forward_tasks[tile] for tile in reduction.tiles)
         self._reduced[place] = after
         if len(reduction.devices) > 1:
             self._sums[0][place] = task = self._reduce_task(reduction, after, gradient=False)
@@ -349,7 +350,7 @@ class _Lowering:
         With micro-batches its own part of the loss, or of a term of it, is enough, as the gradient of a sum is known."""
         graph = self.plan.graph
         if self.plan.order is not None:
-            return (self._forward[self._place(tile)],) if tile.operator in graph.known_gradients and tile.replica == 0 else ()
+            return (self.forward_tasks[self._place(tile)],) if tile.operator in graph.known_gradients and tile.replica == 0 else ()
         producer, output = graph.producers.get(graph.loss, (-1, 0))
         if tile.operator != producer or tile.replica != 0:
             return ()
@@ -357,7 +358,7 @@ class _Lowering:
             reduction = self.plan.reductions[place]
             if reduction.output == output and self._place(tile) in reduction.tiles:
                 return self._reduced[place]
-        return (self._forward[self._place(tile)],)
+        return (self.forward_tasks[self._place(tile)],)
 
     def _id(self, position: int, stage: int, a: int, b: int = 0, c: int = 0, *, gradient: bool) -> tuple[int, ...]:
         if gradient:

@@ -22,7 +22,7 @@ from soap.plan.syncs.clipping import refusal
 from soap.simulator.analysis.rich_display import simulation_html
 from soap.simulator.analysis.timeline import busy_time_ns, bytes_moved, critical_path_ns, link_bytes
 from soap.simulator.communication.prices import Communication
-from soap.simulator.communication.synchronizing import before_passes
+from soap.simulator.communication.synchronizing import of_every_iteration
 from soap.simulator.costs import CostModel
 from soap.simulator.draws import links_between_hosts
 from soap.simulator.folded import FoldedSimulation
@@ -91,7 +91,7 @@ class Simulation:
         """Nanoseconds of a step of ``micro_batches`` iterations, only the last of which synchronizes gradients and updates parameters."""
         if micro_batches == 1:
             return self.makespan_ns
-        skipped, always = (TaskKind.SYNC, TaskKind.COMPRESS, TaskKind.UPDATE), before_passes(self.plan)
+        skipped, always = (TaskKind.SYNC, TaskKind.COMPRESS, TaskKind.UPDATE), of_every_iteration(self.plan)
         kept = tuple(
             replace(task, duration_ns=0) if task.kind in skipped and task.name not in always else task for task in self.tasks.tasks
         )

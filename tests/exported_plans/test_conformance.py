@@ -184,8 +184,10 @@ def test_fsdp2_s_file_is_python(name: str) -> None:
     assert values["LAYERS"] == ("blocks.0", "blocks.1")
     assert values["MODULES"] == ("token_embedding", "position_embedding", *values["LAYERS"], "norm", "head")
     assert values.get("PREFETCH") == (None if own.sharing == "none" else own.prefetch)
-    assert text.count("reshard_after_forward=True") == (own.sharing in ("fsdp", "hsdp") and own.microbatches == 1)
-    assert ("set_reshard_after_backward" in text) == (own.sharing != "none" and own.microbatches > 1)
+    assert text.count("reshard_after_forward=True") == (own.sharing in ("fsdp", "hsdp"))
+    assert ("set_reshard_after_backward" in text) == (own.sharing == "zero1")
+    assert ("set_requires_gradient_sync" in text) == (own.sharing in ("none", "zero1"))
+    assert ("set_requires_all_reduce" in text) == (own.sharing == "hsdp")
     assert values["SHARD"] == {"none": 1, "hsdp": 4}.get(own.sharing, own.world)
     assert ("checkpoint_wrapper" in text) == (own.recompute != "none")
 

@@ -14,7 +14,7 @@ import torch
 import soap
 from soap.api.exported_plans import export_plan
 
-PLANS = {"fsdp": (1, 2), "fsdp+selective": (1, 1), "zero1": (2, 1), "fsdp+recompute": (1, 3)}
+PLANS = {"fsdp": (2, 2), "fsdp+selective": (1, 1), "zero1": (2, 1), "fsdp+recompute": (1, 3)}
 """Builtin strategies, into how many micro-batches, and how many modules are gathered ahead."""
 
 SCRIPT = '''

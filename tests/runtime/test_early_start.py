@@ -20,9 +20,10 @@ class _Starter:
         self.started.append((kind, subject))
 
 
-def _schedule() -> SyncSchedule:
-    """Segment 0 is followed by what is collected within hosts, a sum and a push; the first of them waits for two contributions."""
-    return SyncSchedule({FIRST[1]: 2, SUM[1]: 1, SECOND[1]: 0}, {0: (FIRST, SUM, SECOND)})
+def _schedule(*always: Key) -> SyncSchedule:
+    """Segment 0 is followed by what is collected within hosts, a sum and a push; the first of them waits for two contributions. ``always``:
+    those that also start before the last micro-batch."""
+    return SyncSchedule({FIRST[1]: 2, SUM[1]: 1, SECOND[1]: 0}, {0: (FIRST, SUM, SECOND)}, {0: always})
 
 
 def test_communications_start_in_the_order_of_the_program() -> None:
@@ -52,6 +53,14 @@ def test_nothing_starts_before_the_last_micro_batch_or_outside_of_steps() -> Non
         early.arrived(FIRST[1])
         early.arrived(FIRST[1])  # the segment is over: its own actions start what is left
     assert starter.started == []
+
+
+def test_what_leaves_with_every_micro_batch_starts_in_each() -> None:
+    starter = _Starter()
+    with starter.early.step(_schedule(FIRST), MicroBatch(0, 2)), starter.early.segment(0):
+        for key in (FIRST, FIRST, SUM):
+            starter.early.arrived(key[1])
+    assert starter.started == [FIRST]
 
 
 def test_who_starts_them_is_not_kept_alive() -> None:

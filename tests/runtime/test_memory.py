@@ -30,7 +30,7 @@ from soap.cluster.topology import Topology
 from soap.model.batch import MicroBatches
 from soap.plan.running.order import ExecutionOrder
 from soap.plan.syncs import large_parts
-from soap.runtime.sync import sharded
+from soap.runtime.sync import sharded, shards
 from soap.runtime.sync.shards import keep_memory
 from soap.runtime.trainer import Trainer
 from soap.simulator.reference import execution_order
@@ -187,7 +187,8 @@ def counted(path: str, autocast: str | None, strategy: Strategy, topology: Topol
     batch = model.example_inputs
     gc.collect()
     live = Live()
-    with patch.object(sharded, "keep_memory", live.resize), live, Trainer(model, (strategy, topology), order, optimizer=sgd) as trainer:
+    made, used = (patch.object(module, "keep_memory", live.resize) for module in (shards, sharded))
+    with made, used, live, Trainer(model, (strategy, topology), order, optimizer=sgd) as trainer:
         own = [tensor.clone() for tensor in batch]
         for _ in range(2):
             trainer.step(*own)

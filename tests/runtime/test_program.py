@@ -14,7 +14,7 @@ from soap.errors import RuntimeFailure
 from soap.model.graph import Footprint, OperatorGraph
 from soap.plan.running.order import ExecutionOrder
 from soap.plan.syncs.bucketing import sums_of_one
-from soap.runtime.program.actions import LAST_ONLY, ActionKind, part_of
+from soap.runtime.program.actions import LEAVING, ActionKind, part_of
 from soap.runtime.program.program import Program, compile_program
 from soap.runtime.step.step import sync_schedule
 from soap.simulator.lowering import build_plan
@@ -169,7 +169,7 @@ def test_gradients_are_pushed_when_they_are_complete() -> None:
         ((subject, served),) = ((i, own) for i, own in enumerate(program.plan.syncs) if own.contract.has_servers)
         assert served.readers == (2, 3) and served.leaders == ((2, 2) if local else (2, 3))
         places = {(action.kind, action.subject): place for place, action in enumerate(program.backward)}
-        pushed = [action for action in program.backward if action.kind in LAST_ONLY and action.subject == subject]
+        pushed = [action for action in program.backward if action.kind in LEAVING and action.subject == subject]
         assert [action.kind for action in pushed] == [*[ActionKind.COLLECT] * local, ActionKind.SYNC]
         assert all(action.devices == (0, 2, 3) for action in pushed)
         assert all(places[ActionKind.SEGMENT, program.segment_of[tile]] < places[ActionKind.SYNC, subject] for tile, _ in served.uses)

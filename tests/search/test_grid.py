@@ -45,8 +45,8 @@ def test_no_more_micro_batches_than_a_strategy_may_have() -> None:
 
 
 def test_names_are_those_that_users_may_give() -> None:
-    """Micro-batches leave each copy a sample; values in parts only where nothing is in micro-batches; nothing in parts without copies.
-    There are no fewer micro-batches than stages."""
+    """Micro-batches leave each copy a sample; values in parts where nothing is in micro-batches; nothing in parts without copies. There are
+    no fewer micro-batches than stages."""
     found = grid()
     usual = {name: own for name, own in found.items() if not own.again}
     assert {*usual} == {
@@ -85,6 +85,14 @@ def test_what_fits_comes_first_then_what_is_fast() -> None:
         for base, counts in (("megatron:1x2", (2, 4, 8, 16)), ("zero1", (2, 4, 8)))
         for parts in counts
     }  # no host has several devices
+
+
+def test_without_stages_values_are_in_parts_too_where_states_in_parts_lack_memory() -> None:
+    found = grid(replace(TOPOLOGY, limits=(1,) * TOPOLOGY.device_count))
+    assert {"fsdp+microbatches:2", "sequence_parallel:4+fsdp+recompute+microbatches:8", "megatron:1x2+zero1+microbatches:2"} < found.keys()
+    assert not {name for name in found if "zero1" in name and found[name].stages == 1}
+    with_pipeline, without = (found[name].lacking_bytes for name in ("megatron:1x2+zero1+microbatches:2", "fsdp+microbatches:2"))
+    assert without < with_pipeline
 
 
 def test_pipelines_may_pay_where_one_that_keeps_everything_fits_and_is_fast() -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from soap.errors import StrategyError
+from soap.model.batch import MicroBatches
 from soap.model.graph import OperatorGraph
 from soap.plan.plan import Plan, backward_name, forward_name, update_name
 from soap.plan.syncs.bucketing import gather_limit, gradient_bytes
@@ -16,23 +17,25 @@ from soap.plan.syncs.seam import Phase, method_for
 from soap.plan.syncs.sharded import regather_name
 from soap.plan.syncs.sharded_state import gather_name, scatter_name
 from soap.profiles.roofline import RooflineCosts
+from soap.simulator.communication.synchronizing import of_every_iteration
 from soap.simulator.lowering import build_plan, lower
 from soap.simulator.simulate import Simulator
 from soap.strategy.classical import data_parallel, fsdp, zero1
 from soap.strategy.config import OpConfig, Strategy
-from soap.strategy.sync import SHARDED
+from soap.strategy.sync import SHARDED, SHARDED_IN_HOSTS
 from tests.graph_builder import GraphBuilder, transformer
 from tests.simulator.examples import batch_split, chain
 from tests.simulator.reference_memory.any_order import memory_use
 from tests.strategies import CPU, GPU, cluster
+from tests.test_pass_order import chain as coupled
 
 FOUR = cluster([2, 2], CPU)
 
 
-def layers(count: int = 8, width: int = 16) -> OperatorGraph:
+def layers(count: int = 8, width: int = 16, samples: int = 8) -> OperatorGraph:
     """Equal layers, each a group of its own."""
     g = GraphBuilder()
-    x = g.input("x", 8, width)
+    x = g.input("x", samples, width)
     for i in range(count):
         x = g.linear(x, width, bias=False, name=f"l{i}")
     return g.build(g.mean(x))
@@ -159,10 +162,89 @@ def test_gathers_of_every_micro_batch_take_time() -> None:
     assert gathered > plain.step_ns(3) - plain.step_ns(2)
 
 
-def test_with_micro_batches_values_are_gathered_once_and_stay() -> None:
+def test_each_micro_batch_gathers_values_and_scatters_gradients() -> None:
+    """In its turn, as a step without micro-batches does; gathers also wait for uses in the micro-batch before."""
+    graph, count, ahead = layers(samples=12), 3, 2
+    plan = build_plan(graph, replace(fsdp(graph, FOUR), microbatches=count), FOUR)
+    found, named = before(plan), {(int(sync.parameter[1]), sync.part): sync for sync in plan.syncs}
+    assert named.keys() == {(layer, part) for layer in range(8) for part in range(count)}
+
+    def own(layer: int, part: int, *, back: bool = False) -> set[str]:
+        return {name for name in passes(plan, layer, back=back) if name.endswith(f" of micro-batch {part}")}
+
+    for (layer, part), sync in named.items():
+        turn = [own(i, part) for i in range(8)] + [own(i, part, back=True) for i in reversed(range(8))]
+        earlier = [own(i, part - 1, back=True) for i in reversed(range(8))][-ahead:] if part else [set[str]()] * ahead
+        waited = [*earlier, *turn]  # for the uses of the group so many places before
+        assert len(turn[layer]) == 4
+        assert found[gather_name(sync)] == waited[layer] | (own(layer, part - 1, back=True) if part else set())
+        assert found[regather_name(sync)] == turn[layer] | waited[15 - layer]
+        assert all(gather_name(sync) in found[name] for name in turn[layer])
+        assert all(regather_name(sync) in found[name] for name in turn[15 - layer])
+        assert found[scatter_name(sync)] == turn[15 - layer]
+        assert all(scatter_name(sync) in found[update_name(device)] for device in plan.owners(sync))
+
+
+def test_micro_batches_hold_no_more_values_and_gradients_than_a_step_without() -> None:
+    """But for the sums of gradients, which are there from the first one on. If they do not pass one by one, all of both stay."""
+    graph, count = layers(16, 512, 16), 4
+    simulator, size = Simulator(graph, FOUR, RooflineCosts(FOUR), optimizer_states=0), sum(tensor.bytes for tensor in graph.parameters)
+    ways = {"once": {}, "each": {"microbatches": count}, "stays": {"microbatches": count, "schedule": "gpipe"}}
+    runs = {name: simulator.run(replace(fsdp(graph, FOUR), **fields)) for name, fields in ways.items()}
+    most = {name: max(curve.peak_bytes for curve in run.memory_over_time) for name, run in runs.items()}
+    assert most["each"] < most["once"] + size / 4 and most["each"] < 1.5 * size < 2.25 * size < most["stays"], (size, most)
+    for run in runs.values():
+        assert all(use.total >= curve.peak_bytes for use, curve in zip(memory_use(run.plan), run.memory_over_time, strict=True))
+
+
+def test_owners_add_up_the_gradients_of_all_micro_batches() -> None:
+    graph, count = layers(samples=12), 3
+    plan = build_plan(graph, replace(fsdp(graph, FOUR), microbatches=count), FOUR)
+    for sync in plan.syncs:
+        updates = method_for(sync).updates(plan, sync)
+        assert len(updates) == (4 if sync.part == count - 1 else 0)
+        assert all(own.added_bytes == (4 * count - 1) * own.updated_bytes for own in updates)
+
+
+def test_what_leaves_with_micro_batches_does_so_in_every_iteration_of_a_step() -> None:
+    """But for sums between hosts, which are made once."""
+    graph = layers()
+    for count in (1, 2):
+        strategy = replace(fsdp(graph, FOUR), microbatches=count)
+        plan = build_plan(graph, strategy.with_changes(parameters={t.name: SHARDED_IN_HOSTS for t in graph.parameters}), FOUR)
+        always, sums = of_every_iteration(plan), 0
+        for sync in plan.syncs:
+            assert {gather_name(sync), regather_name(sync)} < always
+            assert (scatter_name(sync) in always) == (count > 1)
+            steps = [step for step in method_for(sync).steps(plan, sync) if step.summed_bytes]
+            assert bool(steps) == plan.completes(sync) and always.isdisjoint(step.name for step in steps)
+            sums += len(steps)
+        assert sums == 2 * len(graph.parameters)
+
+
+def test_before_a_barrier_each_micro_batch_gathers_and_behind_it_values_stay() -> None:
+    """All pass it together: first all gather for forward passes, then all for backward passes. A group waits for its uses before that."""
+    graph, count = coupled(12, centered=True), 3
+    assert MicroBatches(graph, count).barriers
+    plan = build_plan(graph, replace(fsdp(graph, FOUR), microbatches=count), FOUR)
+    own = {sync.part: sync for sync in plan.syncs if sync.parameter == "first.weight"}
+    behind = {sync.part for sync in plan.syncs for region in sync.regions if region.parameter in ("second.weight", "third.weight")}
+    assert [*own] == [0, 1, 2] and behind == {None}
+    found = before(plan)
+
+    def of(part: int, *, back: bool = False) -> set[str]:
+        return {name for name in passes(plan, 0, back=back) if name.endswith(f" of micro-batch {part}")}
+
+    for part, sync in own.items():
+        assert found[scatter_name(sync)] == of(part, back=True) and len(of(part)) == 4
+        assert found[gather_name(sync)] == (of(part - 1) if part else set())
+        assert of(part) | (of(part - 1, back=True) if part else of(count - 1)) <= found[regather_name(sync)]
+
+
+def test_with_other_orders_values_are_gathered_once_and_stay() -> None:
     """All gathers begin with the step; gradients are scattered behind the last micro-batch."""
     graph, count = layers(16, 512), 2
-    strategy = replace(fsdp(graph, FOUR), microbatches=count)
+    strategy = replace(fsdp(graph, FOUR), microbatches=count, schedule="gpipe")
     plan = build_plan(graph, strategy, FOUR)
     found = before(plan)
     for sync in plan.syncs:
@@ -172,12 +254,17 @@ def test_with_micro_batches_values_are_gathered_once_and_stay() -> None:
         assert found[gather_name(sync)] == set() and regather_name(sync) not in found
         assert all(gather_name(sync) in found[name] for name in forward)
         assert found[scatter_name(sync)] == backward
-    simulator, size = Simulator(graph, FOUR, RooflineCosts(FOUR), optimizer_states=0), sum(tensor.bytes for tensor in graph.parameters)
-    runs = {own: simulator.run(replace(strategy, microbatches=own)) for own in (1, count)}
-    most = {own: max(curve.peak_bytes for curve in run.memory_over_time) for own, run in runs.items()}
-    assert most[1] < 2 * size < 2.25 * size < most[count] < 3 * size, (size, most)  # parts, and all values and gradients
-    for run in runs.values():
-        assert all(use.total >= curve.peak_bytes for use, curve in zip(memory_use(run.plan), run.memory_over_time, strict=True))
+
+
+def test_what_is_read_once_for_all_micro_batches_stays() -> None:
+    """Parameters of an operator without samples are in groups of their own, which are gathered once."""
+    graph = transformer()
+    plan = build_plan(graph, replace(fsdp(graph, FOUR), microbatches=2), FOUR)
+    parts = {region.parameter: sync.part for sync in plan.syncs for region in sync.regions}
+    once = {plan.shards[sync.shards[0]].parameter for sync in plan.syncs if sync.part is None}
+    uncut = {name for name, users in graph.parameter_users.items() if any(MicroBatches(graph, 2).parts(user) == 1 for user, _ in users)}
+    assert once == uncut and set(parts) > once
+    assert all(regather_name(sync) not in before(plan) for sync in plan.syncs if sync.part is None)
 
 
 @pytest.mark.parametrize("prefetch", [-1, 5000])

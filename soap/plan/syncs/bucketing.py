@@ -35,7 +35,7 @@ def gather_limit(graph: OperatorGraph) -> int:
     return min(GATHER_BYTES, -(-sum(tensor.bytes for tensor in graph.parameters) // LEAST_GROUPS))
 
 
-_Key = tuple[tuple[int, ...], tuple[int, ...], bool, str, Compression | None, bool, int]
+_Key = tuple[tuple[int, ...], tuple[int, ...], bool, str, Compression | None, bool, int | None, int]
 """What the regions of a bucket have in common."""
 
 
@@ -50,11 +50,11 @@ def make_buckets(
     """Join synchronizations of one region each into buckets, in the order in which the backward pass completes their gradients.
 
     A region's gradient is complete once the lowest operator that uses it has run backward. So regions are taken by that operator's
-    position, highest first, then by their first shard. Each joins the open bucket of its readers, their leaders, dtype, compression and
-    ``offload``. ``limits``: the bytes at which the first of these closes, and each later one. Those of a module that is ``wrapped`` have a
-    bucket to themselves, which never closes. A region with a single reader gets a bucket of its own, because nothing is sent. Frozen
-    regions are taken by the lowest operator that reads them, in buckets of their own. The result is ordered by the lowest operator that a
-    bucket's regions need, highest first, then by the bucket's first shard.
+    position, highest first, then by their first shard. Each joins the open bucket of its readers, their leaders, dtype, compression,
+    ``offload`` and ``part``. ``limits``: the bytes at which the first of these closes, and each later one. Those of a module that is
+    ``wrapped`` have a bucket to themselves, which never closes. A region with a single reader gets a bucket of its own, because nothing is
+    sent. Frozen regions are taken by the lowest operator that reads them, in buckets of their own. The result is ordered by the lowest
+    operator that a bucket's regions need, highest first, then by the bucket's first shard.
 
     Bytes are those of gradients, however few of them travel. So buckets are complete at as many moments of the backward pass, and have as
     much to overlap with, whatever the density; a warm-up's denser messages travel in the same buckets.
@@ -74,7 +74,7 @@ def make_buckets(
     for number in sorted(lowest, key=lambda number: (-lowest[number], number)):
         own = alone[number]
         module, dtype = module_of.get(own.parameter, -1), graph.tensors[own.parameter].dtype
-        key = (own.readers, own.leaders, shards[number].trainable, dtype, own.compression, own.offload, module)
+        key = (own.readers, own.leaders, shards[number].trainable, dtype, own.compression, own.offload, own.part, module)
         open_buckets.setdefault(key, []).append(number)
         filled[key] = filled.get(key, 0) + sum(shard_bytes(graph, shards[i]) for i in own.shards)
         if len(own.readers) == 1 or (module < 0 and filled[key] >= (limit if key in begun else first_limit)):

@@ -9,16 +9,22 @@ that run again together need theirs at once. So where operators of either group 
 for, those of the groups before it are, up to the first of which all are: the values of a run that is recomputed come when the run before it
 goes back, and not all with the first.
 
-With micro-batches values are gathered once, and stay until the last of their uses in the step, as with ``reshard_after_forward=False`` of
-PyTorch's FSDP, which is what its pipelines use: all gathers begin with the step, in the order of their first uses, and wait for nothing.
-Where another trainer keeps values without micro-batches (``Wrapped.kept``), gathers wait for earlier uses all the same, as they do there.
+With micro-batches and no stages (``PassOrder.anew``) each has synchronizations of its own (``ShardSync.part``), and all this holds for the
+gathers of all of them, one action (a micro-batch's forward or backward pass) after the other. A group's values also wait for its uses in
+the action that had them before.
+
+With stages, and of parameters that are read once for all micro-batches, or behind a barrier, values are gathered once, and stay until the
+last of their uses in the step, as with ``reshard_after_forward=False`` of PyTorch's FSDP, which is what its pipelines use: these gathers
+begin with the step, in the order of their first uses, and wait for nothing. Where another trainer keeps values (``Wrapped.kept``), gathers
+wait for earlier uses all the same, as they do there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from soap.plan.pass_order import PassOrder
 from soap.plan.plan import Plan, ShardSync
 from soap.plan.recomputation import needed_from
 
@@ -34,7 +40,7 @@ class Gather:
     """A gather of the values of synchronization ``sync``, for its forward or (``backward``) its backward passes.
 
     ``position``: the first operator, in the order of the pass, whose tiles wait for it. ``after_forward``, ``after_backward``: tiles whose
-    forward or backward passes have to be over before it begins.
+    forward or backward passes, if they have one, have to be over before it begins.
     """
 
     sync: int
@@ -44,9 +50,39 @@ class Gather:
     after_backward: tuple[int, ...]
 
 
+def repeats(order: PassOrder | None, operator: int) -> bool:
+    """Whether values that an operator reads are gathered for each micro-batch, if all that read them do so: if it is cut, before any
+    barrier."""
+    if order is None or not order.anew or order.chunks[operator] > 0:
+        return False
+    return order.cut.parts(operator) > 1 and operator not in order.cut.graph.epilogue
+
+
+def turns(order: PassOrder | None) -> list[tuple[int, bool]]:
+    """(micro-batch, whether it is its backward pass) of the actions in whose order what is gathered anew is gathered."""
+    if order is None:
+        return [(0, False), (0, True)]
+    return [(action.microbatch, action.kind != "F") for action in order.actions if action.chunk == 0] if order.anew else [(0, False)]
+
+
+def in_parts(sync: ShardSync, count: int, part_of: Callable[[int], int]) -> list[ShardSync]:
+    """A synchronization for each of so many micro-batches. ``part_of``: that of a tile."""
+    found = []
+    for part in range(count):
+        uses = [tuple([use for use in region.uses if part_of(use[0]) == part]) for region in sync.regions]
+        regions = tuple([replace(region, uses=own) for region, own in zip(sync.regions, uses, strict=True)])
+        found.append(replace(sync, regions=regions, part=part))
+    return found
+
+
+def all_step(plan: Plan, sync: ShardSync) -> bool:
+    """Whether what is gathered is for all micro-batches of a step."""
+    return plan.order is not None and sync.part is None
+
+
 def stays(plan: Plan, sync: ShardSync) -> bool:
-    """Whether what is gathered stays from its first use in a step to its last one."""
-    return plan.order is not None or sync.parameter in plan.training.wrapped.kept
+    """Whether what is gathered stays from its first use to its last one, forward or backward."""
+    return all_step(plan, sync) or sync.parameter in plan.training.wrapped.kept
 
 
 def is_read_back(plan: Plan, sync: ShardSync) -> bool:
@@ -67,26 +103,32 @@ def gathers(plan: Plan) -> tuple[Gather, ...]:
     at = {number: sorted({plan.tiles[tile].operator for tile in own}) for number, own in uses.items()}
     needed, first = needed_from(plan), {number: own[0] for number, own in at.items()}
     last = {number: max(needed[op] for op in own if op in back) for number, own in at.items() if is_read_back(plan, plan.syncs[number])}
-    order: list[Item] = [(number, False) for number in sorted(numbers, key=lambda number: (first[number], places[number]))]
-    order += [(number, True) for number in sorted(last, key=lambda number: (-last[number], places[number]))]
+    items: list[Item] = [(number, False) for number in numbers] + [(number, True) for number in last]
+    turn_of = {action: turn for turn, action in enumerate(turns(plan.order))}
+    turn = {item: turn_of[plan.syncs[item[0]].part or 0, item[1]] for item in items}
+    order = sorted(items, key=lambda item: (turn[item], -last[item[0]] if item[1] else first[item[0]], places[item[0]]))
     final = {number: next((op for op in own if op in back), 0) for number, own in at.items()}
 
     def is_over(earlier: Item, item: Item) -> bool:
         """Whether all uses of an earlier gather's values come before an item's are needed, or those of neither are computed again."""
         both = item[0], earlier[0]
-        if not (item[1] and earlier[1]) or all(last[number] <= at[number][-1] for number in both):
+        if turn[item] != turn[earlier] or not item[1] or all(last[number] <= at[number][-1] for number in both):
             return True
         return final[earlier[0]] > last[item[0]]
 
-    awaited, found = _awaited(plan, order, is_over), list[Gather]()
+    awaited, before, found = _awaited(plan, order, is_over), dict[int, Item](), list[Gather]()
     for number, backward in order:
         forward_tiles, backward_tiles = set(uses[number] if backward else ()), set[int]()
+        group = number - (plan.syncs[number].part or 0)
+        if group in before:
+            (backward_tiles if before[group][1] else forward_tiles).update(uses[before[group][0]])
+        before[group] = number, backward
         for device, (other, other_backward) in awaited[number, backward]:
             for tile in on[other].get(device, ()):
-                operator = plan.tiles[tile].operator
-                if not other_backward and (backward or operator < first[number]):
+                operator, over = plan.tiles[tile].operator, turn[other, other_backward] != turn[number, backward]
+                if not other_backward and (over or operator < first[number]):
                     forward_tiles.add(tile)
-                elif other_backward and operator in back and operator > last[number]:
+                elif other_backward and operator in back and (over or operator > last[number]):
                     backward_tiles.add(tile)
         position = last[number] if backward else first[number]
         found.append(Gather(number, backward, position, tuple(sorted(forward_tiles)), tuple(sorted(backward_tiles))))
@@ -101,10 +143,10 @@ def _places(plan: Plan, numbers: Sequence[int]) -> Mapping[int, tuple[int, int]]
 
 def _awaited(plan: Plan, order: Sequence[Item], is_over: Callable[[Item, Item], bool]) -> Mapping[Item, Sequence[tuple[int, Item]]]:
     """Gather -> (device, gather) of those for whose uses it waits there: the one ``prefetch`` + 1 places before, and those before that, up
-    to the first one that ``is_over`` in time. None with micro-batches."""
+    to the first one that ``is_over`` in time. Those that are for all micro-batches neither wait nor are waited for."""
     found: dict[Item, list[tuple[int, Item]]] = {item: [] for item in order}
     ahead = plan.strategy.prefetch + 1
-    for device, own in sorted(_by_reader(plan, order).items()) if plan.order is None else ():
+    for device, own in sorted(_by_reader(plan, [item for item in order if not all_step(plan, plan.syncs[item[0]])]).items()):
         for place in range(ahead, len(own)):
             for earlier in reversed(own[: place - ahead + 1]):
                 found[own[place]].append((device, earlier))

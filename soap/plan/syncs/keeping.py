@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from operator import is_
@@ -12,11 +13,14 @@ from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
 from soap.model.regions import Box
 from soap.plan.compression.policy import settled
+from soap.plan.pass_order import PassOrder
 from soap.plan.placement import first_readers, first_servers, server_devices
 from soap.plan.plan import ReadRegion, Shard, ShardSync
 from soap.plan.syncs.amounts import Group
+from soap.plan.syncs.gathering import in_parts, repeats
 from soap.plan.syncs.represented import Represented
 from soap.plan.syncs.seam import Places, SyncMethod, method_of
+from soap.plan.tiling import part_of
 from soap.strategy.config import Strategy, SyncConfig
 from soap.strategy.sync import ALL_REDUCE
 from soap.strategy.sync_contracts import METHODS
@@ -69,42 +73,49 @@ class Keeping:
         self._graph, self._topology, self._wrapped = graph, topology, wrapped
         devices = server_devices(topology)
         self._places = Places(devices, first_servers(graph, len(devices)), first_readers(graph), represented)
-        self._kept: dict[str, tuple[Sequence[Cell], SyncConfig, KeptParameter]] = {}
+        self._kept: dict[str, tuple[Sequence[Cell], SyncConfig, bool, KeptParameter]] = {}
         self._placed: dict[str, _Placed] = {}
         self._groups: dict[str, tuple[Sequence[ShardSync], Sequence[ShardSync]]] = {}
 
     def keep(
-        self, first_tile: Sequence[int], regions: Iterable[tuple[str, Sequence[Cell]]], strategy: Strategy
+        self, first_tile: Sequence[int], regions: Iterable[tuple[str, Sequence[Cell]]], strategy: Strategy, order: PassOrder | None
     ) -> tuple[tuple[Shard, ...], tuple[ShardSync, ...], tuple[KeptParameter, ...]]:
         """All shards, parameter by parameter, all synchronizations, method by method, and how each parameter is kept.
 
         ``regions``: (parameter, its cells), in the graph's order. Regions that the strategy's method does not serve use the default method.
-        Parameters without a gradient are not synchronized; frozen ones may be gathered for their uses.
+        Parameters without a gradient are not synchronized; frozen ones may be gathered for their uses. ``order``: of the strategy.
         """
+
+        def micro_batch_of(tile: int) -> int:
+            operator = bisect_right(first_tile, tile) - 1
+            config = strategy.operators[self._graph.operators[operator].name]
+            return part_of(config, tile - first_tile[operator], strategy.microbatches)
+
         shards: list[Shard] = []
         syncs: dict[str, list[ShardSync]] = {}
         kept: list[KeptParameter] = []
         for parameter, cells in regions:
-            kept.append(self._keep(parameter, cells, strategy.sync(parameter)))
+            kept.append(self._keep(parameter, cells, strategy.sync(parameter), order))
             placed = self._place(kept[-1], first_tile, len(shards))
             shards += placed.shards
             for own in placed.syncs:
                 syncs.setdefault(own.method, []).append(own)
-        groups = [self._group(method, first_tile, shards, syncs[method.contract.name]) for method in self._in_order(syncs)]
+        groups = [self._group(own, first_tile, shards, syncs[own.contract.name], micro_batch_of, order) for own in self._in_order(syncs)]
         return tuple(shards), tuple(chain.from_iterable(groups)), tuple(kept)
 
-    def _keep(self, parameter: str, cells: Sequence[Cell], sync: SyncConfig) -> KeptParameter:
+    def _keep(self, parameter: str, cells: Sequence[Cell], sync: SyncConfig, order: PassOrder | None) -> KeptParameter:
         """How a parameter with these cells is kept."""
-        known = self._kept.get(parameter)
-        if known is None or known[0] is not cells or known[1] != sync:
-            regions = tuple([self._region(parameter, index, cell, sync) for index, cell in enumerate(cells)])
+        known, readers = self._kept.get(parameter), self._graph.parameter_users.get(parameter, ())
+        repeated = sync.contract.gathers_values and not self._wrapped.once and all(repeats(order, operator) for operator, _ in readers)
+        if known is None or known[0] is not cells or known[1:3] != (sync, repeated):
+            regions = tuple([self._region(parameter, index, cell, sync, repeated) for index, cell in enumerate(cells)])
             users = tuple(sorted({operator for region in regions for operator, _, _ in region.uses}))
             own = KeptParameter(parameter, regions, users, self._graph.tensors[parameter].requires_grad, sync.offload)
-            known = self._kept[parameter] = cells, sync, own
-        return known[2]
+            known = self._kept[parameter] = cells, sync, repeated, own
+        return known[3]
 
-    def _region(self, parameter: str, index: int, cell: Cell, sync: SyncConfig) -> KeptRegion:
-        """How one of its cells is."""
+    def _region(self, parameter: str, index: int, cell: Cell, sync: SyncConfig, repeated: bool) -> KeptRegion:
+        """How one of its cells is. ``repeated``: for each micro-batch, if its values are gathered."""
         box, readers, uses = cell
         used = self.used(parameter, cell, sync)
         if used is None:
@@ -115,7 +126,8 @@ class Keeping:
         away, name = self._graph.tensors[parameter].requires_grad and used.offload, method.contract.name
         together = method.contract.owned_in_parts and leaders == readers and self._places.represented
         count = len(together.everyone(readers)) if together else None
-        made = ShardSync(name, parameter, index, (), readers, leaders, how, away, count)
+        part = 0 if repeated and method.contract.gathers_values else None
+        made = ShardSync(name, parameter, index, (), readers, leaders, how, away, count, part)
         return KeptRegion(box, uses, tuple(owned), made)
 
     def _place(self, kept: KeptParameter, first_tile: Sequence[int], first_shard: int) -> _Placed:
@@ -137,12 +149,22 @@ class Keeping:
         return found
 
     def _group(
-        self, method: SyncMethod, first_tile: Sequence[int], shards: Sequence[Shard], syncs: Sequence[ShardSync]
+        self,
+        method: SyncMethod,
+        first_tile: Sequence[int],
+        shards: Sequence[Shard],
+        syncs: Sequence[ShardSync],
+        micro_batch_of: Callable[[int], int],
+        order: PassOrder | None,
     ) -> Sequence[ShardSync]:
         """What a method carries out for these; the last ones are remembered."""
         known = self._groups.get(method.contract.name)
         if known is None or len(known[0]) != len(syncs) or not all(map(is_, known[0], syncs)):
-            known = self._groups[method.contract.name] = syncs, method.groups(self._graph, first_tile, shards, syncs, self._wrapped)
+            found = method.groups(self._graph, first_tile, shards, syncs, self._wrapped)
+            if order is not None:
+                parts = ([own] if own.part is None else in_parts(own, order.cut.count, micro_batch_of) for own in found)
+                found = tuple(chain.from_iterable(parts))
+            known = self._groups[method.contract.name] = syncs, found
         return known[1]
 
     def used(self, parameter: str, cell: Cell, sync: SyncConfig) -> SyncConfig | None:

@@ -57,8 +57,8 @@ class ActionKind(Enum):
     """Send gradients of ``plan.syncs[subject]`` to the owners."""
 
 
-LAST_ONLY = frozenset((ActionKind.COLLECT, ActionKind.SYNC))
-"""Kinds that only a step's last micro-batch runs."""
+LEAVING = frozenset((ActionKind.COLLECT, ActionKind.SYNC))
+"""Kinds that send gradients of parameters."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -199,12 +199,7 @@ class PreparedTiles:
         self.second_readers = program.second_readers(rank)
         pairs = zip(self._plan.syncs, pieces_read(self._plan), strict=True)
         self._gathered = {piece for sync, own in pairs if sync.contract.gathers_values for piece in own}
-        if program.interleaved:  # what is gathered stays from the first pass to the last one
-            needs, frees = self._by_pass(rank, program.interleaved)
-        else:
-            parts = [self._by_pass(rank, actions) for actions in (program.forward, program.backward)]
-            needs, frees = ({**forward, **backward} for forward, backward in zip(*parts, strict=True))
-        self.needed, self.freed = needs, frees
+        self.needed, self.freed = self._by_pass(rank, program.interleaved or (*program.forward, *program.backward))
         self.fetches = {i: self._fetched(i) for i, fetch in enumerate(self._plan.fetches) if fetch.device == rank}
         self.tiles = {i: self._prepare(i) for i, tile in enumerate(self._plan.tiles) if tile.device == rank}
 
@@ -316,7 +311,7 @@ class PreparedTiles:
         passes = [(own.kind, own.subject) for own in part_of(actions, rank) if own.kind in PASSES]
         active = program.activity.tiles
         tiles = [
-            (number,) if kind is ActionKind.TILE else [tile for tile in program.segments[number].tiles if tile in active]
+            (kind, (number,) if kind is ActionKind.TILE else [tile for tile in program.segments[number].tiles if tile in active])
             for kind, number in passes
         ]
         needs, frees = uses_of_gathered(self._plan, rank, tiles)

@@ -11,15 +11,17 @@ from dataclasses import dataclass
 
 from soap.plan.plan import ASK_NAME, Plan, ShardSync, sync_name
 from soap.plan.running.order import Turns
-from soap.plan.syncs.gathering import gathers
+from soap.plan.syncs.gathering import Gather, all_step, gathers
 from soap.plan.syncs.seam import How, Phase, Row, method_for
-from soap.runtime.program.actions import LAST_ONLY, Action, ActionKind, Entry
+from soap.runtime.program.actions import LEAVING, Action, ActionKind, Entry
 from soap.runtime.sync.row_requests import asking_devices
 
 FIRST_STAGE = 4
 """First stage of synchronization after a segment; messages to other segments have lower stages."""
 BEHIND_GATHERS = 7
 """First stage of gradients whose values are gathered for their uses."""
+BRINGING = ActionKind.BRING, ActionKind.BRING_BACK
+"""Gathers for forward passes, and for backward passes."""
 BEFORE_ALL, AFTER_ALL = -2, 9
 """Stages of what comes right before a tile, or a segment and what is recomputed for it, and of what comes behind all that follows it."""
 
@@ -28,7 +30,7 @@ def rows_of(plan: Plan, kind: ActionKind, sync: ShardSync) -> Sequence[Row]:
     """The rows that an action begins with, behind what is collected the second one and further; none if nothing moves."""
     back = kind is ActionKind.BRING_BACK
     before = {Phase.BEFORE_FORWARD, Phase.AFTER_UPDATE}
-    phases = {Phase.AFTER_BACKWARD} if kind in LAST_ONLY else {Phase.BEFORE_BACKWARD} if back else before
+    phases = {Phase.AFTER_BACKWARD} if kind in LEAVING else {Phase.BEFORE_BACKWARD} if back else before
     own = [row for row in method_for(sync).template_of(plan, sync).rows if row.phase in phases]
     return own[kind is ActionKind.SYNC and sync.aggregated and len(own) > 1 :]
 
@@ -39,10 +41,18 @@ def kinds_of(plan: Plan, sync: ShardSync, phase: Phase) -> tuple[ActionKind, ...
     if phase is Phase.AFTER_BACKWARD:
         if not sync.contract.by_rows and (plan.is_frozen(sync) or len(plan.members(sync)) < 2):
             return ()
-        return (ActionKind.COLLECT, ActionKind.SYNC) if sync.aggregated else (ActionKind.SYNC,)
+        return (ActionKind.COLLECT, ActionKind.SYNC)[: 1 + plan.completes(sync)] if sync.aggregated else (ActionKind.SYNC,)
     rows = [] if sync.contract.gathers_values else [row for row in method_for(sync).template_of(plan, sync).rows if row.phase is phase]
     handed = any(flows for row in rows for flows, _ in row.rounds[1:])
     return (ActionKind.BRING, ActionKind.HAND_ON)[: bool(rows) + handed]
+
+
+def is_last_only(plan: Plan, kind: ActionKind, subject: int) -> bool:
+    """Whether only the last of a step's iterations has an action: if gradients leave that do not leave with each micro-batch."""
+    if kind not in LEAVING:
+        return False
+    sync = plan.syncs[subject]
+    return sync.part is None or (kind is ActionKind.SYNC and sync.aggregated)
 
 
 def before_forward(plan: Plan) -> Iterator[Action]:
@@ -76,40 +86,47 @@ def gather_entries(
     forward, backward = list[Entry](), list[Entry]()
     begun = {action.subject: key[0] for key, action in again}
     for order, own in enumerate(gathers(plan)):
-        uses, devices = [tile for tile, _ in plan.syncs[own.sync].uses], plan.members(plan.syncs[own.sync])
-        behind = max((places[tile] for tile in own.after_forward), default=-1)
-        if not own.backward:
-            action, first = Action(ActionKind.BRING, own.sync, devices), min(places[tile] for tile in uses)
-            forward.append(((behind, AFTER_ALL, order) if behind < first else (first, BEFORE_ALL, order), action))
-            continue
-        action = Action(ActionKind.BRING_BACK, own.sync, devices)
-        ended = [turns[segment_of[tile]] for tile in own.after_backward if tile in active]
-        segments = {segment_of[tile] for tile in uses if tile in active}
-        needed = min((begun.get(segment, turns[segment]) for segment in segments), default=len(turns))
-        if not ended:
-            forward.append(((behind, AFTER_ALL, order), action))
-        elif max(ended) < needed:
-            backward.append(((max(ended), BEHIND_GATHERS - 1, order), action))
+        sync = plan.syncs[own.sync]
+        uses, action = [tile for tile, _ in sync.uses], Action(BRINGING[own.backward], own.sync, plan.members(sync))
+        (ran, behind), (back, ended) = _last_of(plan, own, active, segment_of, turns, places)
+        if back >= ran and ended >= 0:
+            segments = {segment_of[tile] for tile in uses if tile in active} if own.backward else ()
+            needed = min((begun.get(segment, turns[segment]) for segment in segments), default=len(turns))
+            backward.append(((ended, BEHIND_GATHERS - 1, order) if ended < needed else (needed, BEFORE_ALL, order), action))
         else:
-            backward.append(((needed, BEFORE_ALL, order), action))
+            first = len(places) if own.backward else min(places[tile] for tile in uses)
+            forward.append(((behind, AFTER_ALL, order) if behind < first else (first, BEFORE_ALL, order), action))
     return Gathers(tuple(forward), tuple(backward))
 
 
-def uses_of_gathered(plan: Plan, rank: int, passes: Sequence[Collection[int]]) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
-    """For a rank's passes, in their order, given by the tiles of each: (position of a pass -> synchronizations whose gathered values it is
-    the first to read, position -> those that it is the last to read)."""
+def _last_of(
+    plan: Plan, own: Gather, active: Set[int], segment_of: Mapping[int, int], turns: Sequence[int], places: Sequence[int]
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """The last forward and the last backward pass that a gather waits for: (rank in ``Plan.order``, place or turn); -1 if it has none."""
+    ran = ((plan.rank(plan.tiles[tile], "F"), places[tile]) for tile in own.after_forward)
+    ended = ((plan.rank(plan.tiles[tile], "B"), turns[segment_of[tile]]) for tile in own.after_backward if tile in active)
+    return max(ran, default=(-1, -1)), max(ended, default=(-1, -1))
+
+
+def uses_of_gathered(
+    plan: Plan, rank: int, passes: Sequence[tuple[ActionKind, Collection[int]]]
+) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
+    """For a rank's passes, in their order, given by kind and the tiles of each: (position of a pass -> synchronizations whose gathered
+    values it is the first to read, position -> those that it is the last to read): forward, then backward, or of all if the values are for
+    all micro-batches."""
     read: dict[int, list[int]] = {}
     for number, sync in enumerate(plan.syncs):
         for tile in {tile for tile, _ in sync.uses if plan.tiles[tile].device == rank} if sync.contract.gathers_values else ():
             read.setdefault(tile, []).append(number)
-    first, last = dict[int, int](), dict[int, int]()
-    for position, tiles in enumerate(passes):
+    first, last = dict[tuple[int, bool], int](), dict[tuple[int, bool], int]()
+    for position, (kind, tiles) in enumerate(passes):
         for number in sorted({number for tile in tiles for number in read.get(tile, ())}):
-            first.setdefault(number, position)
-            last[number] = position
+            key = number, kind is ActionKind.TILE or all_step(plan, plan.syncs[number])
+            first.setdefault(key, position)
+            last[key] = position
     needs, frees = dict[int, list[int]](), dict[int, list[int]]()
     for found, places in ((needs, first), (frees, last)):
-        for number, position in places.items():
+        for (number, _), position in places.items():
             found.setdefault(position, []).append(number)
     return needs, frees
 

@@ -20,11 +20,12 @@ class SyncSchedule:
     """When a rank's gradients are complete in one program (made by ``step.sync_schedule``).
 
     ``contributions``: synchronization -> how many gradients segments contribute before its first exchange may start. ``follow``: segment ->
-    exchanges that start right after it, in order.
+    exchanges that start right after it, in order. ``always``: those of them that start so in every micro-batch, not in the last one alone.
     """
 
     contributions: Mapping[int, int]
     follow: Mapping[int, Sequence[Key]]
+    always: Mapping[int, Sequence[Key]]
 
 
 class EarlyStart:
@@ -41,8 +42,8 @@ class EarlyStart:
 
     @contextmanager
     def step(self, schedule: SyncSchedule, part: MicroBatch) -> Iterator[None]:
-        """The time of one micro-batch. Exchanges start early in a step's last micro-batch only, and never outside of steps."""
-        self._follow = schedule.follow if part.last else {}
+        """The time of one micro-batch. Exchanges start early in it, and never outside of steps."""
+        self._follow = schedule.follow if part.last else schedule.always
         self._missing = dict(schedule.contributions)
         self.is_open = True
         try:

@@ -40,10 +40,10 @@ from soap.runtime.comm.redistribute import Communicator, Pending
 from soap.runtime.compression.peer import AS_IT_IS, CompressedTraining
 from soap.runtime.marks import ON_RANKS
 from soap.runtime.marks.seam import OnRank
-from soap.runtime.program.actions import LAST_ONLY, WHOLE_STEP, Action, ActionKind, MicroBatch, part_of
+from soap.runtime.program.actions import LEAVING, WHOLE_STEP, Action, ActionKind, MicroBatch, part_of
 from soap.runtime.program.prepared import PreparedTile, PreparedTiles, StepInputs, units_of
 from soap.runtime.program.program import Program, task_name
-from soap.runtime.program.sync_actions import rows_of
+from soap.runtime.program.sync_actions import is_last_only, rows_of
 from soap.runtime.step.early_start import Key, SyncSchedule
 from soap.runtime.step.forward import ForwardPass
 from soap.runtime.step.gradients import Gradients
@@ -384,8 +384,7 @@ class StepRunner:
         self._look_ups = LookUps(self._prepared, program.plan, comm.rank)
         self._labels = LabelCounts(self._prepared, program.plan, comm.rank)
         self._task_name = partial(task_name, program)
-        last_only = {kind.name for kind in LAST_ONLY}
-        self._without_sync = [call for call in self._backward if call[0] not in last_only]
+        self._without_sync = [(kind, own) for kind, own in self._backward if not is_last_only(program.plan, ActionKind[kind], own)]
 
     def run(
         self,
@@ -470,9 +469,11 @@ def _handlers(forward: ForwardPass, backward: BackwardPass, gradients: Gradients
 def sync_schedule(program: Program, rank: int, early: bool = True, *, messages_apart: bool = False) -> SyncSchedule:
     """When a rank's gradients are complete. Not ``early``: each exchange waits for its own action. ``messages_apart``: ``Communicator``."""
     actions = part_of(program.interleaved or program.backward, rank)
-    waiting = {action.subject for action in actions if action.kind in LAST_ONLY}
+    waiting = {action.subject for action in actions if action.kind in LEAVING}
     contributions = {number: _contributions(program, rank, program.plan.syncs[number]) for number in waiting}
-    return SyncSchedule(contributions, _followers(program.plan, actions, messages_apart) if early else {})
+    follow = _followers(program.plan, actions, messages_apart) if early else {}
+    always = {segment: [key for key in keys if not is_last_only(program.plan, *key)] for segment, keys in follow.items()}
+    return SyncSchedule(contributions, follow, always)
 
 
 def _contributions(program: Program, rank: int, sync: ShardSync) -> int:

@@ -133,7 +133,9 @@ class ShardedState(RankSync):
     def __init__(self, context: SyncContext, syncs: Mapping[int, ShardSync]) -> None:
         super().__init__(context, syncs)
         read = pieces_read(self.plan)
-        self._layouts = {number: Layout(self.plan, sync, self.rank) for number, sync in syncs.items()}
+        self._first = {number: number - (sync.part or 0) for number, sync in syncs.items()}
+        layouts = {number: Layout(self.plan, syncs[number], self.rank) for number in dict.fromkeys(self._first.values())}
+        self._layouts = {number: layouts[first] for number, first in self._first.items()}
         self._leaves = {number: [self.store.leaves[piece] for piece in read[number]] for number in syncs}
         self._gradients = {
             number: GradientParts(sync, self._layouts[number], self._leaves[number][0].detach())
@@ -173,9 +175,9 @@ class ShardedState(RankSync):
         if not sync.aggregated:
             self._scatter(number, ActionKind.SYNC)
             return
-        while number not in self._totals:
+        while any(one.number == number for one in self._scattering):
             self._add_up(self._scattering.popleft())
-        total = self._totals[number]
+        total = self._totals[self._first[number]]
         if total.numel():
             pending = self.comm.all_reduce(total, layout.holders)
             self.comm.traffic.synchronized_bytes += total.nbytes
@@ -228,7 +230,7 @@ class ShardedState(RankSync):
     def gradient(self, shard: int) -> Gradient:
         """The sum over all readers, which is complete already."""
         number = self._owned[shard]
-        return self._totals[number][self._layouts[number].mine[shard]].view(lengths(self.plan.shards[shard].box))
+        return self._totals[self._first[number]][self._layouts[number].mine[shard]].view(lengths(self.plan.shards[shard].box))
 
     def bring(self, number: int) -> None:
         """Send this rank's values to all other readers, and begin to receive theirs."""
@@ -308,9 +310,15 @@ class ShardedState(RankSync):
         return _too_much(self._scattering)
 
     def _add_up(self, scattered: Scattering) -> None:
-        """Wait for the others' gradients of this rank's parts, and add up all of them in the order of the readers, unless that is done."""
+        """Wait for the others' gradients of this rank's parts, and add up all of them in the order of the readers, unless that is done: to
+        those of the micro-batches before, if there are any."""
         scattered.pending.wait()
-        layout, total = self._layouts[scattered.number], scattered.total
+        layout, total, first_number = self._layouts[scattered.number], scattered.total, self._first[scattered.number]
+        if (before := self._totals.get(first_number)) is not None:
+            for pieces in scattered.parts or ([] if total is None else [[total[: layout.owned_elements]]]):
+                if pieces:
+                    torch._foreach_add_(torch.split(before, [piece.numel() for piece in pieces]), tuple(pieces))
+            return
         if scattered.parts:
             first, second, *others = scattered.parts
             total = scattered.pending.tensor.new_empty(layout.owned_elements) if total is None else total
@@ -320,7 +328,7 @@ class ShardedState(RankSync):
             for other in others if sums else ():
                 torch._foreach_add_(sums, tuple(other))
         assert total is not None, "a collective leaves a sum"
-        self._totals[scattered.number] = total[: layout.owned_elements]
+        self._totals[first_number] = total[: layout.owned_elements]
 
     def _collect(self, number: int, place: int, gradient: torch.Tensor) -> None:
         """Note a segment's gradient of a region."""

@@ -102,7 +102,8 @@ class ShardStore:
 
     ``leaves``: piece (see ``roles.pieces``) -> leaf tensor that tiles read: the rank's shards, and its copies of dense regions in parts.
     ``boxes``: piece -> box. ``together``: synchronization whose values are gathered -> the rank's shards of it, flat, in the order of its
-    ``Layout``: they are views of it. ``joined``: parameter in ``whole`` -> one tensor of the whole parameter; its shards are views of it.
+    ``Layout``: they are views of it. Those of all micro-batches share one. ``joined``: parameter in ``whole`` -> one tensor of the whole
+    parameter; its shards are views of it.
     """
 
     def __init__(self, plan: Plan, rank: int, whole: Sequence[str] = ()) -> None:
@@ -183,6 +184,10 @@ class ShardStore:
                         mine[shard] = cut(copy, region.box, self.plan.shards[shard].box)
                 self.leaves[piece] = copy.detach().requires_grad_()
             if own.contract.gathers_values:
+                first = number - (own.part or 0)
+                if first != number:
+                    self.together[number] = self.together[first]
+                    continue
                 mine.update(self._put_together(number, own, self.leaves[read[0]]))
         return mine
 

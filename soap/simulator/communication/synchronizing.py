@@ -55,6 +55,7 @@ class Synchronization:
         self._updates = [method.updates(plan, sync) for method, sync in zip(methods, plan.syncs, strict=True)]
         self._settled: dict[int, int] = {}
         self._asking = asking_rounds(plan, pull_together=pull_together)
+        self._gathering: list[tuple[int, Gather]] = []
         self._gathers: dict[tuple[bool, int], list[Gather]] = {}
         for own in gathers(plan):
             self._gathers.setdefault((own.backward, own.position), []).append(own)
@@ -68,25 +69,23 @@ class Synchronization:
             for task in self._walk(number, Phase.BEFORE_FORWARD, asked) if not sync.contract.gathers_values else ():
                 yield from ((tile, task) for tile, _ in sync.uses)
 
-    def gather(self, position: int, forward: Sequence[int], backward: Mapping[int, int] | None) -> Iterator[tuple[int, int]]:
-        """Add the gathers of values that the tiles of an operator are the first to need. Yields (tile, a task that it waits for).
-
-        ``forward``: tile -> task of its forward pass. ``backward``: the same of backward passes, if values are for these; None if they are
-        for forward passes.
-        """
-        phase = Phase.BEFORE_FORWARD if backward is None else Phase.BEFORE_BACKWARD
-        for own in self._gathers.get((backward is not None, position), ()):
-            after = [forward[tile] for tile in own.after_forward]
-            after += [backward[tile] for tile in own.after_backward if tile in backward] if backward is not None else []
-            for task in self._walk(own.sync, phase, after):
+    def gather(self, position: int, *, backward: bool) -> Iterator[tuple[int, int]]:
+        """Add the gathers of values that the forward, or ``backward``, passes of an operator's tiles are the first to need. Yields (tile, a
+        task that it waits for)."""
+        for own in self._gathers.get((backward, position), ()):
+            for task in self._walk(own.sync, Phase.BEFORE_BACKWARD if backward else Phase.BEFORE_FORWARD, ()):
+                self._gathering.append((task, own))
                 yield from ((tile, task) for tile, _ in self._plan.syncs[own.sync].uses)
 
-    def synchronize(self, backward: Mapping[int, int]) -> None:
-        """Add what comes after the backward pass; last, one update per device, as the optimizer makes it.
+    def synchronize(self, forward: Sequence[int], backward: Mapping[int, int]) -> None:
+        """Let gathers wait for passes, and add what comes after the backward pass; last, one update per device, as the optimizer makes it.
 
-        ``backward``: tile -> the task of its backward pass.
+        ``forward``, ``backward``: tile -> the task of its pass.
         """
         plan = self._plan
+        for task, gather in self._gathering:
+            after = [backward[tile] for tile in gather.after_backward if tile in backward]
+            self._tasks.wait_also(task, [forward[tile] for tile in gather.after_forward] + after)
         ready: list[list[int]] = [[] for _ in range(plan.device_count)]
         for tile, task in backward.items():
             ready[plan.tiles[tile].device].append(task)
@@ -101,9 +100,8 @@ class Synchronization:
                 arrived += last
                 continue
             ends = {device: task for task, among in last.items() for device in among}
-            for part in self._updates[number]:
-                for device in plan.shards[part.shard].devices if last and not part.name else ():
-                    ready[device].append(ends.get(device, next(reversed(last))))
+            for device in plan.owners(sync) if last and not sync.contract.has_servers else ():
+                ready[device].append(ends.get(device, next(reversed(last))))
             self._serve_all(number, resources, last or gradients)
         if clips:
             everyone = tuple(range(plan.device_count))
@@ -210,7 +208,7 @@ class Synchronization:
         place = self._place(sync, SERVE, partition=sync.shards.index(part.shard))
         return self._tasks.add(place, part.name, TaskKind.UPDATE, (resource,), duration, after)
 
-    def _place(self, sync: ShardSync, stage: int, device: int = 0, partition: int = 0) -> Id:
+    def _place(self, sync: ShardSync, stage: int, device: int = 0, partition: int | None = None) -> Id:
         return _sync_id(self._positions[sync.parameter], sync, stage, device, partition)
 
     def _device_updates(self) -> dict[int, int]:
@@ -243,10 +241,11 @@ def own_updates(plan: Plan, updates: Iterable[Sequence[ShardUpdate]]) -> Iterato
         yield ShardUpdate(number, 0, 0, shard_bytes(plan.graph, plan.shards[number]), by_rows=False)
 
 
-def before_passes(plan: Plan) -> frozenset[str]:
-    """Names of the communications before forward or backward passes, which every micro-batch needs."""
-    steps = (step for sync in plan.syncs for step in method_for(sync).steps(plan, sync))
-    return frozenset(step.name for step in steps if step.phase < Phase.AFTER_BACKWARD) | {ASK_NAME}
+def of_every_iteration(plan: Plan) -> frozenset[str]:
+    """Names of the communications that every iteration of a step needs: before passes, and gradients that leave with a micro-batch."""
+    steps = ((sync.part is not None, step) for sync in plan.syncs for step in method_for(sync).steps(plan, sync))
+    names = (step.name for leaves, step in steps if step.phase < Phase.AFTER_BACKWARD or (leaves and not step.summed_bytes))
+    return frozenset(names) | {ASK_NAME}
 
 
 def device_updates(plan: Plan, *, rows_alone: bool) -> Iterator[tuple[int, int]]:
@@ -284,8 +283,8 @@ def possible_tasks(plan: Plan) -> Iterator[tuple[Id, str, TaskKind]]:
             yield _sync_id(position, sync, SERVE, partition=partition), serve_name(sync, partition), TaskKind.UPDATE
 
 
-def _sync_id(position: int, sync: ShardSync, stage: int, device: int = 0, partition: int = 0) -> Id:
-    return SYNC, position, stage, sync.index, device, partition
+def _sync_id(position: int, sync: ShardSync, stage: int, device: int = 0, partition: int | None = None) -> Id:
+    return SYNC, position, stage, sync.index, device, (sync.part or 0) if partition is None else partition
 
 
 def _update_id(device: int, stage: int = 0) -> Id:

@@ -36,10 +36,11 @@ PARTS = 7
 """Rows of ``SumTables.part``, in bytes by device: all the time; of parameters that it trains; of tiles, sums and fetches; of what comes and
 goes; of sums of parameters' gradients; of the tile that takes most while it runs, and of the largest addition of two gradients."""
 
-SHARED_TIMES, GATHERED_TIMES, ALONE_TIMES = 4, 7, 6
+SHARED_TIMES, GATHERED_TIMES, REPEATED_TIMES, ALONE_TIMES = 4, 7, 4, 6
 """How many times what a device reads of a parameter it holds at most for synchronization, beside value, gradient and states: where readers
 own parts (what it sends and receives of gradients and of values, padded: ``sharded_state``), where these are gathered for their uses, too
-(for both passes, in a buffer and in their places), and where it travels by rows, or to servers and back."""
+(for both passes, in a buffer and in their places), and more with micro-batches (gradients of two before are under way), and where it
+travels by rows, or to servers and back."""
 
 FITS, UNKNOWN = range(2)
 """Verdicts. FITS: every device has as much as it needs at most. UNKNOWN: some device has less, and may fit."""
@@ -200,7 +201,8 @@ def _add_parameter(W, M, parameter):  # type: ignore[no-untyped-def]
         part[COLLECTED, device] += held * trained if joined or code & SERVED else 0
         if code & GATHERED or (trained and code & PARTED):
             padded = held + regions * devices * M.row_bytes[parameter] if held > 0 else 0
-            part[MOVED, device] += padded * (GATHERED_TIMES if code & GATHERED else SHARED_TIMES)
+            times = GATHERED_TIMES + REPEATED_TIMES * (W.order.count[0] > 1) if code & GATHERED else SHARED_TIMES
+            part[MOVED, device] += padded * times
         if not trained:
             continue
         part[TRAINED, device] += held + rest

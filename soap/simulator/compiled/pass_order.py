@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from soap.plan.pass_order import PassOrder
+from soap.plan.syncs.gathering import repeats, turns
 from soap.simulator.compiled.arrays import copy, fill
 from soap.simulator.compiled.graph_arrays import Ints
 from soap.simulator.compiled.jit import compiled
@@ -28,7 +29,8 @@ class PassTables(NamedTuple):
     the whole one or input gradients, WEIGHTS) of ``operator`` from ``ptr[group]`` to ``ptr[group + 1]``, in their order. ``count``:
     micro-batches; 1 if there is no order. ``divided``: by operator, whether its backward pass is in two. ``epilogue``: the operators of the
     loss's, which run behind all actions. ``back_rank``: [operator, micro-batch], the place of the action of its backward pass, or the first
-    half of it (``PassOrder.rank``); 0 if there is no order."""
+    half of it (``PassOrder.rank``); 0 if there is no order. ``repeats``: by operator, ``gathering.repeats``.
+    ``turns``: ``gathering.turns``, each as twice the micro-batch, and 1 more for the backward pass."""
 
     count: Ints  # type: ignore[assignment]  # not tuple's method
     group: Ints
@@ -39,6 +41,8 @@ class PassTables(NamedTuple):
     divided: Ints
     epilogue: Ints
     back_rank: Ints
+    repeats: Ints
+    turns: Ints
 
 
 FORWARD, BACKWARD, WEIGHTS = range(3)
@@ -47,9 +51,10 @@ FORWARD, BACKWARD, WEIGHTS = range(3)
 def pass_tables(order: PassOrder | None, operators: int) -> PassTables:
     """An order of so many operators as arrays; None for none."""
     ints = lambda values: np.array(list(values), np.int32)  # noqa: E731
+    own_turns = ints(2 * part + back for part, back in turns(order))
     if order is None:
         whole = ints([0] * operators)
-        return PassTables(ints([1]), ints([]), ints([]), ints([0]), ints([]), ints([]), whole, ints([]), whole)
+        return PassTables(ints([1]), ints([]), ints([]), ints([0]), ints([]), ints([]), whole, ints([]), whole, whole, own_turns)
     own: Sequence[Sequence[str]] = ["F"] * operators, order.backward, order.weights
     groups: dict[tuple[str, int], int] = {key: number for number, key in enumerate(sorted({action[:2] for action in order.actions}))}
     members: list[list[tuple[int, int]]] = [[] for _ in groups]
@@ -73,6 +78,8 @@ def pass_tables(order: PassOrder | None, operators: int) -> PassTables:
         divided=ints(op in order.divided for op in range(operators)),
         epilogue=ints(sorted(order.cut.graph.epilogue)),
         back_rank=back.ravel(),
+        repeats=ints(repeats(order, op) for op in range(operators)),
+        turns=own_turns,
     )
 
 

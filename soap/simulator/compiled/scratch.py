@@ -13,10 +13,11 @@ from soap.simulator.compiled.graph_arrays import Ints, Longs
 
 HOLDINGS, REDUCTIONS, FETCHES, CONSUMERS, PIECES, CARRIERS, PARTS, TASKS = range(8)
 EDGES, RESOURCES, CELL_BOXES, BOUNDS, LINKS, FLOWS, STAMP, GRADIENTS, USES, EXPECTED, PRICES, BUSIEST, NORM, CLAIMS = range(8, 22)
-PACKED_SHARDS, TOUCHED = 22, 23
+PACKED_SHARDS, TOUCHED, SORTED = 22, 23, 24
 """Places in ``Scratch.count``: the number of each kind. Entries stamped with ``count[STAMP]`` are current. ``BUSIEST``: for the collective
 being made, the most messages of any one device in a round; of a collective of equal parts, minus the number of its devices. ``NORM``: a
-slot, see ``syncs.clipping``. ``PACKED_SHARDS``: how many are compressed. ``TOUCHED``: see ``syncs.server_traffic``."""
+slot, see ``syncs.clipping``. ``PACKED_SHARDS``: how many are compressed. ``TOUCHED``: see ``syncs.server_traffic``.
+``SORTED``, and the next one: see ``syncs.gathering``."""
 
 FULL = "scratch is full"
 """Message of the MemoryError that compiled code raises when an array is too small. Python then makes it larger and starts the work
@@ -44,7 +45,8 @@ class Scratch(NamedTuple):
     - By place in ``members``, from 0 on: ``lookups``, ``seen``, ``leader``, ``touched``, ``together``, ``received``; by
       partition: ``p_rows``. See ``syncs.server_traffic``. ``peers``: the number of
       the ``members`` that are leaders, then these devices.
-    - By bucket: ``bucket_region``, the number of its first region; ``bucket_template``, ``bucket_shard``, ``owned_ptr``, ``owned``,
+    - By bucket: ``bucket_region``, the number of its first region; ``bucket_part``, its micro-batch, -1 if it is for all of the step;
+      ``bucket_template``, ``bucket_shard``, ``owned_ptr``, ``owned``,
       ``first_task``, ``first_count``: see ``syncs.templates``. ``g_``: see ``syncs.gathering``.
 
     The others are lists for intermediate results.
@@ -156,6 +158,7 @@ class Scratch(NamedTuple):
     bucket_of: Ints
     bucket_limit: Longs
     bucket_region: Ints
+    bucket_part: Ints
     bucket_template: Ints
     bucket_shard: Ints
     first_task: Ints
@@ -190,7 +193,7 @@ def make_scratch(size: int, devices: int, links: int) -> Scratch:
     sizes |= dict.fromkeys(("last_pass", "lookups", "leader", "touched", "together", "received", "seen"), devices + 1)
     sizes |= dict.fromkeys(("e_src", "e_dst", "res", "work", "fill", "gradient_next", "gradient_task"), 4 * size)
     sizes |= dict.fromkeys(("claim_next", "claim_task", "claim_precedence"), 4 * size)
-    sizes |= dict.fromkeys(("g_next", "g_list", "g_place", "g_from", "owned"), 4 * size)
+    sizes |= dict.fromkeys(("g_list", "g_place", "g_from", "owned"), 4 * size)
     kinds = Scratch.__annotations__.items()
     fields: dict[str, Any] = {
         name: np.zeros(sizes.get(name, size + 1), np.int64 if "Longs" in str(kind) else np.int32) for name, kind in kinds

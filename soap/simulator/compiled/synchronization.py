@@ -10,11 +10,11 @@ from soap.simulator.compiled.arrays import fill
 from soap.simulator.compiled.graph_arrays import GraphTables
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.marks import runs_again
-from soap.simulator.compiled.scratch import EDGES, EXPECTED, PACKED_SHARDS, PRICES, STAMP, TASKS
+from soap.simulator.compiled.scratch import EDGES, EXPECTED, PACKED_SHARDS, PRICES, STAMP, TASKS, USES
 from soap.simulator.compiled.second_runs import weights_slot
 from soap.simulator.compiled.state import NEVER, SLOTS, SYNCS, UPDATE_DEVICE, State
 from soap.simulator.compiled.syncs.clipping import add_norm, wait_for_gradients, wait_for_passes
-from soap.simulator.compiled.syncs.exchange import count_rows, install, wait_for_tiles
+from soap.simulator.compiled.syncs.exchange import add_edge, count_rows, install, wait_for_tiles
 from soap.simulator.compiled.syncs.members import find_geometries, find_geometry, find_members, first_user_with_gradient
 from soap.simulator.compiled.syncs.offloading import add_offloads
 from soap.simulator.compiled.syncs.pricing import ask_prices
@@ -24,6 +24,7 @@ from soap.simulator.compiled.syncs.templates import (
     add_rows,
     find_template,
     is_alone,
+    of_micro_batch,
     phase_row,
     put_alone,
     put_into_bucket,
@@ -141,7 +142,9 @@ def _synchronize_shard(W, parameter, shard, opened):  # type: ignore[no-untyped-
         S.alone[parameter] = opened
     elif phase_row(Y, template, _AFTER_BACKWARD) >= 0:
         bucket = put_into_bucket(W, template, parameter, shard, opened)
-        wait_for_tiles(C, S, bucket, bucket + 1)
+        for i in range(S.count[USES]):
+            if C.alive[S.use_slot[i]]:
+                add_edge(S, S.use_slot[i], of_micro_batch(W, bucket, S.use_slot[i]))
 
 
 @compiled

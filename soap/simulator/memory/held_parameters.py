@@ -19,6 +19,7 @@ from soap.plan.plan import Plan, ShardSync, update_name
 from soap.plan.syncs.amounts import COUNT_BYTES
 from soap.plan.syncs.keeping import KeptParameter, KeptRegion
 from soap.plan.syncs.seam import Hold, method_for
+from soap.plan.tiling import part_of
 from soap.simulator.memory.array_ledger import ArrayLedger
 from soap.simulator.memory.curves import PLACES
 from soap.simulator.memory.derived import Derived
@@ -93,8 +94,8 @@ class Held(NamedTuple):
 
 
 _PARAMETERS: WeakKeyDictionary[KeptParameter, tuple[OperatorGraph, Held]] = WeakKeyDictionary()
-_SYNCS: WeakKeyDictionary[KeptRegion, tuple[OperatorGraph, Sequence[ref[KeptRegion]], Held]] = WeakKeyDictionary()
-"""By a synchronization's first region: all of its regions, and what is held for it; of the last one that begins with it."""
+_SYNCS: WeakKeyDictionary[KeptRegion, tuple[OperatorGraph, Sequence[ref[KeptRegion]], dict[int | None, Held]]] = WeakKeyDictionary()
+"""By a synchronization's first region: all of its regions, and by micro-batch what is held for it; of the last one that begins with it."""
 
 
 class HeldParameters:
@@ -309,12 +310,14 @@ def held_for_syncs(plan: Plan) -> Iterator[Held]:
         refs = [ref(region) for region in regions]
         known = _SYNCS.get(regions[0])
         if known is None or known[0] is not plan.graph or known[1] != refs:
-            known = _SYNCS[regions[0]] = plan.graph, refs, _held_for(plan, sync, regions)
-        yield known[2]
+            known = _SYNCS[regions[0]] = plan.graph, refs, {}
+        if sync.part not in known[2]:
+            known[2][sync.part] = _held_for(plan, sync, regions)
+        yield known[2][sync.part]
 
 
 def _held_for(plan: Plan, sync: ShardSync, regions: Sequence[KeptRegion]) -> Held:
-    maker, names, groups = _Maker(plan), [own.parameter for own in sync.regions], dict[int | None, int]()
+    maker, names, groups = _Maker(plan, sync.part), [own.parameter for own in sync.regions], dict[int | None, int]()
     for own in method_for(sync).holds(plan, sync):
         group = NEVER
         if own.gradients_of:
@@ -330,10 +333,10 @@ def _held_for(plan: Plan, sync: ShardSync, regions: Sequence[KeptRegion]) -> Hel
 
 
 class _Maker:
-    """Makes the tables of what is held of a parameter, or for a synchronization."""
+    """Makes the tables of what is held of a parameter, or for a synchronization. ``part``: with the uses of this micro-batch alone."""
 
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
+    def __init__(self, plan: Plan, part: int | None = None) -> None:
+        self._plan, self._part = plan, part
         self._holds: list[tuple[int, ...]] = []
         self._uses: list[tuple[int, ...]] = []
         self._names: dict[str, int] = {}
@@ -348,9 +351,14 @@ class _Maker:
             if parameter:
                 number, size = region_number(plan.graph, parameter, region.box), box_bytes(plan, parameter, region.box)
             for operator, tile, _ in region.uses:
-                if device is None or plan.deliveries[operator].tile_devices[tile] == device:
+                if self._is_of_part(operator, tile) and (device is None or plan.deliveries[operator].tile_devices[tile] == device):
                     self._uses.append((into, operator, tile, number, size))
         return into
+
+    def _is_of_part(self, operator: int, tile: int) -> bool:
+        plan = self._plan
+        config = plan.strategy.operators[plan.graph.operators[operator].name]
+        return self._part is None or part_of(config, tile, plan.strategy.microbatches) == self._part
 
     def add(self, own: Hold, used: int, group: int, *, at_once: bool = False) -> None:
         """Add something that is held. ``used``, ``group``, ``at_once``: see ``Holds``."""

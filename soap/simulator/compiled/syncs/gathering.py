@@ -4,7 +4,7 @@ Gathers lie among the pulls before the forward pass (``State.pull_slot``), and a
 bucket b's for the forward pass has number b, for the backward pass b + the number of buckets. Tiles that gathers wait for have rows of
 their own (``State.gather_row``): of an operator first those of its tiles' forward passes, then those of their backward passes.
 
-With micro-batches (``stays``) there are no items for the backward pass, and none waits for anything.
+Of what is for all micro-batches (``_is_all_step``) there are no items for the backward pass, and none waits for anything.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from soap.plan.syncs.seam import Phase
 from soap.simulator.compiled.arrays import fill
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.marks import is_made_again, runs_again
-from soap.simulator.compiled.scratch import EDGES, FULL, STAMP, TASKS, USES, Scratch
+from soap.simulator.compiled.scratch import EDGES, FULL, SORTED, STAMP, TASKS, USES, Scratch
 from soap.simulator.compiled.syncs.codes import GATHERED
 from soap.simulator.compiled.syncs.exchange import add_edge
 from soap.simulator.compiled.syncs.members import find_geometry, find_members, first_user_with_gradient, is_used
-from soap.simulator.compiled.syncs.templates import find_template, phase_row, put_into_bucket, write_row
+from soap.simulator.compiled.syncs.templates import find_template, of_micro_batch, phase_row, put_into_bucket, write_row
 from soap.simulator.compiled.world import World
 
 _BEFORE_FORWARD, _BEFORE_BACKWARD = int(Phase.BEFORE_FORWARD), int(Phase.BEFORE_BACKWARD)
 
 
 @compiled
-def stays(W: World) -> bool:
-    """Whether what is gathered stays from its first use in a step to its last one: the counterpart of ``gathering.stays``."""
-    return bool(W.order.count[0] > 1)
+def _is_all_step(W, bucket):  # type: ignore[no-untyped-def]
+    """Whether what is gathered is for all micro-batches of a step: the counterpart of ``gathering.all_step``."""
+    return W.order.count[0] > 1 and W.scratch.bucket_part[bucket] < 0
 
 
 @compiled
@@ -89,7 +89,7 @@ def _fill_buckets(W):  # type: ignore[no-untyped-def]
                 if phase_row(W.templates, template, _BEFORE_FORWARD) >= 0:
                     bucket = put_into_bucket(W, template, parameter, shard, opened)
                     for i in range(S.count[USES]):
-                        add_edge(S, S.use_slot[i], bucket)
+                        add_edge(S, S.use_slot[i], of_micro_batch(W, bucket, S.use_slot[i]))
 
 
 @compiled
@@ -114,7 +114,7 @@ def ordered(S: Scratch, buckets: int) -> int:
 def _order(W, buckets, uses):  # type: ignore[no-untyped-def]
     """Fill ``g_first`` and ``g_last``: by bucket, the first operator that uses it, and where the backward pass may first need it, -1 if it
     never does; ``g_latest`` and ``g_final``: the operators by which all uses are over, forward and backward; ``g_order``: all items in the
-    order in which devices gather them."""
+    order in which devices gather them; ``g_next``: by item, the next one of its group, or -1."""
     G, C, S = W.graph, W.state, W.scratch
     if 2 * buckets > len(S.g_order):
         raise MemoryError(FULL)
@@ -127,19 +127,38 @@ def _order(W, buckets, uses):  # type: ignore[no-untyped-def]
         S.g_first[bucket], S.g_latest[bucket] = min(S.g_first[bucket], op), max(S.g_latest[bucket], op)
         if G.backward[op]:
             S.g_final[bucket] = min(S.g_final[bucket], op)
-        if G.backward[op] and not stays(W):
+        if G.backward[op] and not _is_all_step(W, bucket):
             S.g_last[bucket] = max(S.g_last[bucket], S.g_needed[op])
-    for back in range(2):
-        first = end = back * buckets
-        for bucket in range(buckets):  # an insertion sort: buckets are nearly in the order of the backward pass
-            own = bucket if back else buckets - 1 - bucket
-            if back and S.g_last[own] < 0:
-                continue
-            place, end = end, end + 1
-            while place > first and _is_before(S, own, S.g_order[place - 1] - first, back):
-                S.g_order[place] = S.g_order[place - 1]
-                place -= 1
-            S.g_order[place] = own + first
+    _sort(S, buckets, 0)
+    _sort(S, buckets, 1)
+    items = 0
+    for turn in W.order.turns:
+        part, back = turn // 2, turn % 2
+        for i in range(back * buckets, S.count[SORTED + back]):
+            if part == 0 or S.bucket_part[S.g_list[i]] == 0:  # all micro-batches' are in one order
+                S.g_order[items] = S.g_list[i] + part + back * buckets
+                items += 1
+    fill(S.g_slot, 0, buckets, -1)
+    for i in range(items - 1, -1, -1):
+        head = S.g_order[i] % buckets - max(0, S.bucket_part[S.g_order[i] % buckets])
+        S.g_next[S.g_order[i]], S.g_slot[head] = S.g_slot[head], S.g_order[i]
+
+
+@compiled
+def _sort(S, buckets, back):  # type: ignore[no-untyped-def]
+    """Put the buckets, of each micro-batch the first one's, into ``g_list`` in the order in which they are gathered for the forward, or
+    ``back`` for the backward pass: from ``back * buckets`` to ``count[SORTED + back]``."""
+    first = end = back * buckets
+    for bucket in range(buckets):  # an insertion sort: buckets are nearly in the order of the backward pass
+        own = bucket if back else buckets - 1 - bucket
+        if S.bucket_part[own] > 0 or (back and S.g_last[own] < 0):
+            continue
+        place, end = end, end + 1
+        while place > first and _is_before(S, own, S.g_list[place - 1], back):
+            S.g_list[place] = S.g_list[place - 1]
+            place -= 1
+        S.g_list[place] = own
+    S.count[SORTED + back] = end
 
 
 @compiled
@@ -169,25 +188,23 @@ def _is_before(S, one, other, back):  # type: ignore[no-untyped-def]
 @compiled
 def find_next(W: World, buckets: int) -> None:
     """Fill ``g_list``: [device, place], the device's items in order, ``settling[device]`` of them, and ``g_place``: [item, device], its
-    reverse; ``g_from``: [device, place], the first place for the uses of whose item that at ``place`` waits, and for those of all up to
-    ``prefetch`` + 1 places before it; ``g_next``: [item, device], the item so many places later. -1 where there is none."""
+    reverse, -1 where there is none; ``g_from``: [device, place], the first place for the uses of whose item that at ``place`` waits, and
+    for those of all up to ``prefetch`` + 1 places before it."""
     R, C, S = W.groups, W.state, W.scratch
     devices, items, ahead = len(C.busy), 2 * buckets, C.prefetch[0] + 1
-    if items * devices > len(S.g_next):
+    if items * devices > len(S.g_list):
         raise MemoryError(FULL)
-    fill(S.g_next, 0, items * devices, -1)
     fill(S.g_place, 0, items * devices, -1)
     fill(S.settling, 0, devices, 0)
     for i in range(ordered(S, buckets)):
         item = S.g_order[i]
         group = S.t_res_n[item % buckets]
-        for k in range(R.sets.ptr[group], R.sets.ptr[group + 1]):
+        for k in range(R.sets.ptr[group], R.sets.ptr[group] if _is_all_step(W, item % buckets) else R.sets.ptr[group + 1]):
             device = R.sets.item[k]
             place = S.settling[device]
             S.g_list[device * items + place], S.g_place[item * devices + device] = item, place
-            if place >= ahead and not stays(W):
+            if place >= ahead:
                 first = place - ahead
-                S.g_next[S.g_list[device * items + first] * devices + device] = item
                 while first > 0 and not _is_over(S, buckets, S.g_list[device * items + first], item):
                     first -= 1
                 S.g_from[device * items + place] = first
@@ -198,9 +215,17 @@ def find_next(W: World, buckets: int) -> None:
 def _is_over(S, buckets, earlier, item):  # type: ignore[no-untyped-def]
     """Whether all uses of an earlier item's values come before an item's are needed, or those of neither are computed again."""
     own, other = item - buckets, earlier - buckets
-    if own < 0 or other < 0 or (S.g_last[own] <= S.g_latest[own] and S.g_last[other] <= S.g_latest[other]):
+    if _is_later(S, buckets, earlier, item):
+        return True
+    if own < 0 or (S.g_last[own] <= S.g_latest[own] and S.g_last[other] <= S.g_latest[other]):
         return True
     return S.g_final[other] > S.g_last[own]
+
+
+@compiled
+def _is_later(S, buckets, earlier, item):  # type: ignore[no-untyped-def]
+    """Whether an item is for another action than an earlier one."""
+    return S.bucket_part[item % buckets] != S.bucket_part[earlier % buckets] or (item < buckets) != (earlier < buckets)
 
 
 @compiled
@@ -232,13 +257,18 @@ def _follow_use(W, buckets, use):  # type: ignore[no-untyped-def]
     device, forward = C.dev[C.dev_ptr[op] + C.index[slot]], slot - C.tiles[op]
     if S.g_last[bucket] >= 0:
         add_edge(S, forward, S.g_slot[buckets + bucket])
-    for own in range(bucket, items if not stays(W) else 0, buckets):
+    if S.g_next[bucket] >= 0 and S.g_next[bucket] != buckets + bucket:
+        add_edge(S, forward, S.g_slot[S.g_next[bucket]])
+    if S.g_last[bucket] >= 0 and S.g_next[buckets + bucket] >= 0 and C.alive[slot]:
+        add_edge(S, slot, S.g_slot[S.g_next[buckets + bucket]])
+    for own in range(bucket, items, buckets):
         at = S.g_place[own * len(C.busy) + device]
         place = at + C.prefetch[0] + 1
         while at >= 0 and place < S.settling[device] and S.g_from[device * items + place] <= at:
             item = S.g_list[device * items + place]
-            if own < buckets and item != buckets + bucket and (item >= buckets or op < S.g_first[item]):
+            later = _is_later(S, buckets, own, item)
+            if own < buckets and item != buckets + bucket and (later or op < S.g_first[item]):
                 add_edge(S, forward, S.g_slot[item])
-            elif own >= buckets and C.alive[slot] and op > S.g_last[item - buckets]:
+            elif own >= buckets and C.alive[slot] and (later or op > S.g_last[item - buckets]):
                 add_edge(S, slot, S.g_slot[item])
             place += 1

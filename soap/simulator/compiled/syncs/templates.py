@@ -3,7 +3,8 @@
 A template says which devices move which amounts (``plan.syncs.seam.Template``); here these get their bytes and prices. The counterpart of
 ``seam.steps_of`` and of ``communication.synchronizing``. A bucket's ``t_bytes`` are all its gradients; what each of its template's parts
 has of it is in ``owned``, from ``owned_ptr[bucket]`` on; of a compressed bucket, the sums of its shards' columns in ``effort``. Its
-tasks that wait for gradients are ``first_count[bucket]`` from ``first_task[bucket]`` on.
+tasks that wait for gradients are ``first_count[bucket]`` from ``first_task[bucket]`` on. Of values that are gathered for each micro-batch
+there is a bucket for each (``ShardSync.part``), one behind the other.
 """
 
 from __future__ import annotations
@@ -17,14 +18,17 @@ from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.rows import INDEX_BYTES, part_of_rows
 from soap.simulator.compiled.scratch import FULL, NORM, PACKED_SHARDS, TASKS
 from soap.simulator.compiled.state import ARENA, SLOTS, ShardTables, SyncTemplates
+from soap.simulator.compiled.syncs.codes import GATHERED
 from soap.simulator.compiled.syncs.exchange import add_edge, add_exchange, begin_exchange, new_task, round_of_flows
 from soap.simulator.compiled.syncs.members import compresses
 from soap.simulator.compiled.syncs.server_traffic import owner_ns
 from soap.simulator.compiled.task_keys import STATE_FULL, SYNC, UPDATE, task_key
+from soap.simulator.compiled.variants import CELLS, PARTS
 from soap.simulator.compiled.world import World
 
 _SUM, _EXCHANGE, _WORK, _SERVE = int(How.SUM), int(How.EXCHANGE), int(How.WORK), int(How.SERVE)
-_AFTER_BACKWARD, _VALUES, _INDICES, _MESSAGE = int(Phase.AFTER_BACKWARD), int(Of.VALUES), int(Of.INDICES), int(Of.MESSAGE)
+_BEFORE_FORWARD, _AFTER_BACKWARD = int(Phase.BEFORE_FORWARD), int(Phase.AFTER_BACKWARD)
+_VALUES, _INDICES, _MESSAGE = int(Of.VALUES), int(Of.INDICES), int(Of.MESSAGE)
 
 NO_TASK = -1
 
@@ -83,10 +87,34 @@ def own_bytes(W: World, template: int, parameter: int, shard: int, i: int) -> in
 
 
 @compiled
+def part_count(W: World, template: int, parameter: int) -> int:
+    """For how many micro-batches a region is synchronized by itself; 1 if for all of a step."""
+    G, A = W.graph, W.order
+    if A.count[0] == 1 or not W.state.sync[parameter] & GATHERED or phase_row(W.templates, template, _BEFORE_FORWARD) < 0:
+        return 1
+    count = A.count[0]
+    for i in range(G.user_ptr[parameter], G.user_ptr[parameter + 1]):
+        count = count if A.repeats[G.user[i]] else 1
+    return int(count)
+
+
+@compiled
+def of_micro_batch(W: World, bucket: int, slot: int) -> int:
+    """The bucket for the micro-batch of a tile's slot. ``bucket``: for the first one."""
+    V, C = W.variants, W.state
+    if W.scratch.bucket_part[bucket] < 0:
+        return bucket
+    row = V.rows[C.variant[C.owner[slot]]]
+    return int(bucket + C.index[slot] % row[CELLS] // (row[CELLS] // row[PARTS]))
+
+
+@compiled
 def put_into_bucket(W: World, template: int, parameter: int, shard: int, opened: int) -> int:
-    """Put a shard into the open bucket of its template and dtype, frozen ones apart; returns the bucket. ``opened``: a stamp."""
+    """Put a shard into the open bucket of its template and dtype, frozen ones apart, and what is for each micro-batch; returns the bucket,
+    or the first one of these. ``opened``: a stamp."""
     G, D, S, Y = W.graph, W.shards, W.scratch, W.templates
-    place = (template * G.dtypes[0] + G.parameter_dtype[parameter]) * 2 + G.trainable[parameter]
+    count = part_count(W, template, parameter)
+    place = ((template * G.dtypes[0] + G.parameter_dtype[parameter]) * 2 + G.trainable[parameter]) * 2 + (count > 1)
     if place >= len(S.bucket_stamp):
         raise MemoryError(FULL)
     if S.bucket_stamp[place] != opened:
@@ -94,23 +122,25 @@ def put_into_bucket(W: World, template: int, parameter: int, shard: int, opened:
     is_packed = compresses(W, W.state.sync[parameter])
     bucket, parts = S.bucket_of[place], effort_columns(D) if is_packed else Y.parts[template]
     if bucket < 0:
-        bucket = S.count[TASKS]
-        first = S.owned_ptr[bucket]
-        if bucket + 2 > len(S.t_key) or first + parts > len(S.owned):
+        bucket = S.bucket_of[place] = S.count[TASKS]
+        if bucket + count + 1 > len(S.t_key) or S.owned_ptr[bucket] + count * parts > len(S.owned):
             raise MemoryError(FULL)
-        S.bucket_template[bucket], S.t_bytes[bucket] = template, 0
-        S.t_res_n[bucket], S.t_res[bucket] = Y.readers[template], parameter
-        S.bucket_region[bucket] = shard - D.ptr[S.geometry[parameter]]
-        fill(S.owned, first, first + parts, 0)
-        S.owned_ptr[bucket + 1] = first + parts
-        S.count[TASKS] = bucket + 1
-        S.bucket_of[place] = bucket
-    S.t_bytes[bucket] += D.bytes[shard]
+        for own in range(bucket, bucket + count):
+            first = S.owned_ptr[own]
+            S.bucket_template[own], S.t_bytes[own], S.bucket_part[own] = template, 0, own - bucket if count > 1 else -1
+            S.t_res_n[own], S.t_res[own] = Y.readers[template], parameter
+            S.bucket_region[own] = shard - D.ptr[S.geometry[parameter]]
+            fill(S.owned, first, first + parts, 0)
+            S.owned_ptr[own + 1] = first + parts
+        S.count[TASKS] = bucket + count
     effort = find_effort(W, parameter, shard) if is_packed else 0
     S.count[PACKED_SHARDS] += is_packed
     for part in range(parts):
-        own = D.effort[effort + part] if is_packed else part_bytes(W, template, parameter, shard, part)
-        S.owned[S.owned_ptr[bucket] + part] += own
+        size = D.effort[effort + part] if is_packed else part_bytes(W, template, parameter, shard, part)
+        for own in range(bucket, bucket + count):
+            S.owned[S.owned_ptr[own] + part] += size
+    for own in range(bucket, bucket + count):
+        S.t_bytes[own] += D.bytes[shard]
     if S.t_bytes[bucket] >= S.bucket_limit[place]:
         S.bucket_of[place], S.bucket_limit[place] = -1, Y.limits[2 * template + 1]
     return bucket
@@ -141,7 +171,7 @@ def put_alone(W: World, bucket: int, template: int, parameter: int, shard: int) 
         raise MemoryError(FULL)
     S.bucket_template[bucket], S.t_bytes[bucket], S.bucket_shard[bucket] = template, D.bytes[shard], shard
     S.t_res_n[bucket], S.t_res[bucket] = Y.readers[template], parameter
-    S.bucket_region[bucket] = shard - D.ptr[S.geometry[parameter]]
+    S.bucket_region[bucket], S.bucket_part[bucket] = shard - D.ptr[S.geometry[parameter]], -1
 
 
 @compiled
@@ -203,7 +233,8 @@ def write_row(W: World, bucket: int, row: int) -> int:
 @compiled
 def _key(W, bucket, row, device, partition):  # type: ignore[no-untyped-def]
     S = W.scratch
-    return task_key(SYNC, S.t_res[bucket], W.templates.stage[row], S.bucket_region[bucket], device, partition)
+    last = max(S.bucket_part[bucket], partition)
+    return task_key(SYNC, S.t_res[bucket], W.templates.stage[row], S.bucket_region[bucket], device, last)
 
 
 @compiled
@@ -285,9 +316,11 @@ def add_rows(W: World, bucket: int) -> None:
 
 @compiled
 def _add_tasks(W, bucket, row, first):  # type: ignore[no-untyped-def]
-    """Enter the tasks of a row, and note it in ``work``, from slot ``first`` on."""
+    """Enter the tasks of a row, and note it in ``work``, from slot ``first`` on. Copies are summed when gradients are complete."""
     K, C, S, Y = W.cluster, W.state, W.scratch, W.templates
     begin = C.used[SLOTS]
+    if Y.how[row] == _SUM and 0 <= S.bucket_part[bucket] < W.order.count[0] - 1:
+        return
     if Y.how[row] == _WORK:
         for i in range(Y.item_ptr[row], Y.item_ptr[row + 1]):
             slot, device = new_task(C, _key(W, bucket, row, Y.item[i], 0)), Y.item[i]

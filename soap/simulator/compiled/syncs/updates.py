@@ -8,7 +8,7 @@ from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.syncs.offloading import offload
 from soap.simulator.compiled.syncs.pricing import adding_ns, price_ns
 from soap.simulator.compiled.syncs.server_traffic import owner_ns, prepare
-from soap.simulator.compiled.syncs.templates import own_bytes
+from soap.simulator.compiled.syncs.templates import own_bytes, part_count
 from soap.simulator.compiled.world import World
 
 
@@ -39,7 +39,8 @@ def _update_ns(W, template, parameter, shard, device, size):  # type: ignore[no-
     if Y.by_rows[template]:
         row_seconds = K.row_seconds[device] if K.serves_itself[device] else 0.0
         return owner_ns(W, parameter, shard, D.rows[shard], K.hosts[0] + kind, K.memory_bandwidth[device], row_seconds)
-    added = adding_ns(Y.added[template] * size, 0, K.memory_bandwidth[device], 0.0)
+    parts = part_count(W, template, parameter)
+    added = adding_ns((parts * (Y.added[template] + 1) - 1) * size, 0, K.memory_bandwidth[device], 0.0)
     if Y.offloads[template]:
         return added
     return added + (price_ns(D, S, K.hosts[0] + kind, size) if Y.parts[template] else D.update_ns[kind, shard])
