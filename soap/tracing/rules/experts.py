@@ -223,7 +223,7 @@ def _expert_product(local: Local) -> torch.Tensor:
 
 def _combine(local: Local) -> torch.Tensor:
     rows, ids = local.tensors
-    if rows.dim() == 3:
+    if rows.dim() == 3:  # as many rows of each expert
         return rows.flatten(0, 1).index_select(0, ids)
     return combine(rows, ids, unit=1)
 
