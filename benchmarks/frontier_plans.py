@@ -119,7 +119,8 @@ OF_EXPERTS = ("experts", "top_k", "expert_ffn", "shared_experts", "first_dense_l
 
 def key_of(row: Row, own: Said) -> dict[str, Any]:
     """What decides about a row's graph."""
-    sizes = {name: row["model"].get(name) for name in (*SIZES, *(OF_EXPERTS if row["model"].get("experts") else ()))}
+    names = (*SIZES, *(OF_EXPERTS if row["model"].get("experts") else ()))
+    sizes = {name: row["model"].get(name) for name in names}
     written = {"attention": kind_of_attention(row), "fused_norm": any(name in row["kernels"] for name in FUSED_NORM)}
     return {**sizes, "batch": row["global_batch"], "precision": own.precision, **written}
 
@@ -190,7 +191,7 @@ def topology_of(row: Row) -> Topology:
 
 def strategy_of(row: Row, own: Said, graph: OperatorGraph, topology: Topology) -> Strategy:
     """The row's plan."""
-    experts = None if not row["ep"] else ExpertMapping(row["ep"], row["etp"] or row["tp"])
+    experts = ExpertMapping(row["ep"], row["etp"] or row["tp"]) if row.get("ep") else None  # as Megatron Core has them by default
     scatters = row["tp"] > 1 and "sequence" in f"{row['recompute']} {row['kernels']}"
     if row["pp"] > 1:
         strategy = by_layers(

@@ -36,7 +36,6 @@ def test_what_a_row_says() -> None:
     [
         ({"precision": "fp8 (TE hybrid)"}, "float8"),
         ({"gpu": "GB200 NVL72"}, "cluster of GB200 NVL72"),
-        ({"model": {**ROW["model"], "experts": 8}}, "mixture of experts"),
         ({"cp": 2}, "context parallelism"),
         ({"schedule": "ZB-2p"}, "ZB-2p"),
     ],
@@ -49,8 +48,11 @@ def test_what_cannot_be_said_is_named_and_not_predicted(changed: dict[str, Any],
 SHARDED = {"pp": 1, "dp": 8, "sharding": "FSDP2 full shard", "recompute": "full", "kernels": "eager, no flash"}
 
 
+MIXTURE = {"model": {**ROW["model"], "experts": 4, "top_k": 2, "expert_ffn": 128}, "ep": 4, "etp": 1}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("changed", [{}, pytest.param(SHARDED, marks=pytest.mark.long)])
+@pytest.mark.parametrize("changed", [{}, *(pytest.param(own, marks=pytest.mark.long) for own in (SHARDED, MIXTURE))])
 def test_a_row_from_end_to_end(changed: dict[str, Any], tmp_path: Path) -> None:
     outcome = predicted(row(**changed), tmp_path)
     assert not outcome.lacking and outcome.fits and outcome.step_ms > 0

@@ -111,8 +111,8 @@ def check_name(name: str) -> None:
             parse(added)
         elif added.startswith(OF_EXPERTS):
             if base not in GROUPED or _mapping(added) is None:
-                forms = f"{MEGATRON}{WIDTH}N{JOIN}{OF_EXPERTS}{WIDTH}E, or {OF_EXPERTS}{WIDTH}E{STAGES}T"
-                raise StrategyError(f"strategy {name[:80]!r}: {added[:80]!r} divides experts; expected it as in {forms}")
+                wanted = f"{MEGATRON}{WIDTH}N{JOIN}{OF_EXPERTS}{WIDTH}E, or {OF_EXPERTS}{WIDTH}E{STAGES}T"
+                raise StrategyError(f"strategy {name[:80]!r}: {added[:80]!r} divides experts; expected it as in {wanted}")
         elif _added(added) is None:
             known = f"{', '.join(ADDED)}, {MICRO_BATCHES}{WIDTH}N{did_you_mean(added, ADDED)}"
             raise StrategyError(f"strategy {name[:80]!r}: {added[:80]!r} cannot be put on top of another one; expected one of {known}")

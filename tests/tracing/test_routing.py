@@ -70,10 +70,8 @@ def test_what_travels_is_an_all_to_all_of_chosen_rows() -> None:
             if fetch.tensor in moved and plan.holdings[piece.holding].device != fetch.device:
                 (first, last), (start, stop), (left, right) = piece.box
                 moved[fetch.tensor] += (last - first) * (stop - start) * (right - left)
-    sizes = {name: graph.tensors[name].shape[-1] for name in moved}
-    ends = {out.tensor for op in graph.operators if op.kind in ("dispatch", "expert_product") for out in op.outputs}
-    first, *between, last = [name for name in moved if name in ends]
-    assert moved[first] == moved[last] == 3 * ROWS // 4 * sizes[first] and all(moved[name] == 0 for name in between)
+    assert [size for size in moved.values() if size] == [3 * ROWS // 4 * WIDTH] * 2  # there and back; nothing between both products
+    assert all(graph.tensors[name].shape[-1] == WIDTH for name, size in moved.items() if size)
     assert all(op.kind != "expert_product" for op in (graph.operators[own.operator] for own in plan.reductions))
 
 
@@ -86,6 +84,9 @@ def test_experts_have_a_mapping_of_their_own() -> None:
                 degrees = dict(zip([factor.name for factor in op.factors], strategy.operators[op.name].degrees, strict=True))
                 assert (degrees["e"], max(degrees["n"], degrees["k"])) == (experts, columns)
                 assert degrees["s"] == 4 // (experts * columns) and strategy.operators[op.name].replicas == 1
+    plan = build_plan(graph, named("megatron:2+experts:2x2", graph, topology), topology)
+    scattered = [own for own in plan.reductions if graph.operators[own.operator].kind == "expert_product"]
+    assert [(len(own.devices), len(own.cells)) for own in scattered] == [(2, 2)] * 2  # each sends a half of its experts' rows back
 
 
 def test_it_stays_routed_with_other_samples() -> None:
