@@ -8,7 +8,8 @@ from hypothesis import given
 from soap.cluster.topology import Topology
 from soap.model.graph import DimMap, Factor, OperatorGraph
 from soap.plan.planning import build_plan
-from soap.strategy.classical import data_parallel, expert_factor, expert_parallel, single_device
+from soap.strategy.classical import data_parallel, expert_parallel, single_device
+from soap.strategy.tensor_parallel_chains import expert_factor
 from tests.graph_builder import PARAMETER, REDUCTION, SAMPLE, GraphBuilder, transformer
 from tests.strategies import cluster, graphs, topologies
 from tests.test_strategies import moved, shared_parameters, split

@@ -167,7 +167,7 @@ def named(name: str, graph: OperatorGraph, topology: Topology, found_one: Strate
         tensor, _, stages = (width or str(tensor_parallel_width(topology))).partition(STAGES)
         parts = next((int(added.partition(WIDTH)[2]) for added in rest if added.startswith(MICRO_BATCHES)), 1)
         make, scatters = three_dimensional if stages else hybrid, base == SEQUENCE_PARALLEL
-        own = next((found for added in rest if (found := _mapping(added)) is not None), None)
+        own = next((lie for added in rest if (lie := _mapping(added)) is not None), None)
         degrees = {"tensor": int(tensor), "pipeline": int(stages or 1), "microbatches": parts}
         strategy = make(graph, topology, **degrees, scatters=scatters, experts=own)
     else:

@@ -155,7 +155,7 @@ def _expert_product(local: Local) -> torch.Tensor:
         return product(rows, weight)
     first = local.boxes[1][0][0]
     counts = [int((ids == first + expert).sum()) for expert in range(len(weight))]
-    return torch.cat([product(own, matrix) for own, matrix in zip(rows.split(counts), weight, strict=True)])
+    return torch.cat([product(own, matrix) for own, matrix in zip(torch.split(rows, counts), weight, strict=True)])
 
 
 PRODUCTS: Mapping[str, Callable[[Local], torch.Tensor | None]] = MappingProxyType(
