@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from soap.errors import StrategyError
 from soap.model.batch import MicroBatches
 from soap.model.graph import FactorKind
 from soap.model.other_batch import with_samples
@@ -84,6 +85,19 @@ def test_experts_have_a_mapping_of_their_own() -> None:
                 degrees = dict(zip([factor.name for factor in op.factors], strategy.operators[op.name].degrees, strict=True))
                 assert (degrees["e"], max(degrees["n"], degrees["k"])) == (experts, columns)
                 assert degrees["s"] == 4 // (experts * columns) and strategy.operators[op.name].replicas == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("data_parallel+experts:2", "divides experts; expected it as in megatron:N[+]experts:E"),
+        ("megatron:2+experts:two", "divides experts"),
+        ("megatron:2+experts:3", "4 experts in 3 parts of 1 devices, on 4 devices of a stage; expected a divisor"),
+    ],
+)
+def test_mappings_that_cannot_be(name: str, said: str) -> None:
+    with pytest.raises(StrategyError, match=said):
+        named(name, traced()[2].graph, cluster([4]))
 
 
 def test_it_stays_routed_with_other_samples() -> None:
