@@ -189,7 +189,8 @@ OF_EXPERTS = ("experts", "top_k", "expert_ffn", "shared_experts", "first_dense_l
 
 def key_of(row: Row, own: Said) -> dict[str, Any]:
     """What decides about a row's graph."""
-    sizes = {name: row["model"].get(name) for name in (*SIZES, *(OF_EXPERTS if row["model"].get("experts") else ()))}
+    names = (*SIZES, *(OF_EXPERTS if row["model"].get("experts") else ()))
+    sizes = {name: row["model"].get(name) for name in names}
     written = {"attention": kind_of_attention(row), "fused_norm": any(name in row["kernels"] for name in FUSED_NORM)}
     return {**sizes, "precision": own.precision, **written}
 

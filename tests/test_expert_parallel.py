@@ -8,7 +8,8 @@ from hypothesis import given
 from soap.cluster.topology import Topology
 from soap.model.graph import DimMap, Factor, OperatorGraph
 from soap.plan.planning import build_plan
-from soap.strategy.classical import data_parallel, expert_factor, expert_parallel, single_device
+from soap.strategy.classical import data_parallel, expert_parallel, single_device
+from soap.strategy.tensor_parallel_chains import expert_factor
 from tests.graph_builder import PARAMETER, REDUCTION, SAMPLE, GraphBuilder, transformer
 from tests.strategies import cluster, graphs, topologies
 from tests.test_strategies import moved, shared_parameters, split
@@ -76,5 +77,6 @@ def test_tables_of_vectors_are_no_experts() -> None:
     g = GraphBuilder()
     x = g.embedding(g.input("ids", 4, 1, dtype="int64"), 8, 4, name="table")
     graph = g.build(g.mean(g.linear(x, 4)))
-    assert [expert_factor(op) for op in graph.operators] == [None] * len(graph.operators)
-    assert [op.name for op in experts().operators if expert_factor(op) is not None] == ["up", "down"]
+    assert [expert_factor(graph, op) for op in graph.operators] == [None] * len(graph.operators)
+    graph = experts()
+    assert [op.name for op in graph.operators if expert_factor(graph, op) is not None] == ["up", "down"]

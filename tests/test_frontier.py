@@ -108,8 +108,11 @@ def test_a_step_of_devices_that_do_not_wait_between_steps() -> None:
 SHARDED = {"pp": 1, "dp": 8, "sharding": "FSDP2 full shard", "recompute": "full", "kernels": "eager, no flash"}
 
 
+MIXTURE = {"model": {**ROW["model"], "experts": 4, "top_k": 2, "expert_ffn": 128}, "ep": 4, "etp": 1}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("changed", [{}, pytest.param(SHARDED, marks=pytest.mark.long)])
+@pytest.mark.parametrize("changed", [{}, *(pytest.param(own, marks=pytest.mark.long) for own in (SHARDED, MIXTURE))])
 def test_a_row_from_end_to_end(changed: dict[str, Any], tmp_path: Path) -> None:
     outcome = predicted(row(**changed), tmp_path)
     assert not outcome.lacking and outcome.fits and outcome.step_ms > 0

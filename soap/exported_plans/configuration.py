@@ -8,13 +8,14 @@ from typing import Literal
 
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
-from soap.strategy.classical import SYNCHRONIZED, expert_factor, expert_parallel, single_device
+from soap.strategy.classical import SYNCHRONIZED, expert_parallel, single_device
 from soap.strategy.config import Strategy
 from soap.strategy.grids import device_order, largest_divisor, tensor_parallel_width
 from soap.strategy.megatron import context_parallel, hybrid, sequence_parallel, staged
 from soap.strategy.recomputation import recomputed, selectively_recomputed
 from soap.strategy.stages import stages_of, stages_of_chunks
 from soap.strategy.sync import offloaded
+from soap.strategy.tensor_parallel_chains import expert_factor
 
 Base = Literal["single", "data", "tensor", "sequence", "context", "expert"]
 """How a copy of the model is on devices: on one of them alone; on each; split inside layers (Megatron); that, with sequences split between

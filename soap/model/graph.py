@@ -290,8 +290,8 @@ class OperatorGraph:
     ``loss_terms``: if the loss is a sum of scaled numbers, by number the loss's gradient by it; only the *epilogue*, which adds them up,
     reads these. With micro-batches the backward pass begins there. Empty for any other loss.
 
-    ``routed``: by tensor with the rows of each expert, the numbers of the experts that rows are for (``tracing.routing``). Its dimension 1 is
-    as long as if all experts had equally many.
+    ``routed``: by tensor with the rows of each expert, the numbers of the experts that rows are for (``tracing.routing``). Its dimension 1
+    is as long as if all experts had equally many.
 
     ``copies_of``: the graph of which this one has some of its equal copies (``soap.plan.copies``); micro-batches are cut as there.
     """

@@ -220,7 +220,7 @@ class Simulator:
         return Shared(self.graph, self.topology, self.costs, self.training, self.communication)
 
     def know_groups(self, strategy: Strategy) -> None:
-        """Tell engines that are made from now on which devices a strategy has sum: they begin anew for each set that they have to ask for."""
+        """Tell engines that are made from now on which devices a strategy has sum: they begin anew for each set that they ask for."""
         sums = self._builder.sums(replace(strategy, microbatches=1))  # who sums together does not depend on micro-batches
         self.communication.groups = tuple(dict.fromkeys([*(cell[1] for _, cell in sums.regions), *sums.groups]))
 

@@ -230,6 +230,11 @@ class _Placement:
             outer = (factor, own.parallel) if own.parallel > 1 else (None, 1)
             if width > 1:
                 self._chosen[i] = grouped(op, self._orders[i], width if inner is not None or own.parallel > 1 else 1, inner, periods, outer)
+        for i, op in enumerate(graph.operators) if of_experts else ():
+            read, made = ({operand.tensor for operand in own} & graph.routed.keys() for own in (op.inputs, op.outputs))
+            if i not in of_experts and (read or made):  # each device sends rows of its own samples, and brings them back
+                self._chosen[i] = grouped(op, self._orders[i], 1)
+                self._gathered.update([] if made else [i])
 
     def _split_vocabularies(self, width: int) -> None:
         """Split tables by entries and output layers by columns where the vocabulary is larger than the features."""

@@ -111,8 +111,8 @@ def check_name(name: str) -> None:
             parse(added)
         elif added.startswith(OF_EXPERTS):
             if base not in GROUPED or _mapping(added) is None:
-                forms = f"{MEGATRON}{WIDTH}N{JOIN}{OF_EXPERTS}{WIDTH}E, or {OF_EXPERTS}{WIDTH}E{STAGES}T"
-                raise StrategyError(f"strategy {name[:80]!r}: {added[:80]!r} divides experts; expected it as in {forms}")
+                wanted = f"{MEGATRON}{WIDTH}N{JOIN}{OF_EXPERTS}{WIDTH}E, or {OF_EXPERTS}{WIDTH}E{STAGES}T"
+                raise StrategyError(f"strategy {name[:80]!r}: {added[:80]!r} divides experts; expected it as in {wanted}")
         elif _added(added) is None:
             known = f"{', '.join(ADDED)}, {MICRO_BATCHES}{WIDTH}N{did_you_mean(added, ADDED)}"
             raise StrategyError(f"strategy {name[:80]!r}: {added[:80]!r} cannot be put on top of another one; expected one of {known}")
@@ -167,7 +167,7 @@ def named(name: str, graph: OperatorGraph, topology: Topology, found_one: Strate
         tensor, _, stages = (width or str(tensor_parallel_width(topology))).partition(STAGES)
         parts = next((int(added.partition(WIDTH)[2]) for added in rest if added.startswith(MICRO_BATCHES)), 1)
         make, scatters = three_dimensional if stages else hybrid, base == SEQUENCE_PARALLEL
-        own = next((found for added in rest if (found := _mapping(added)) is not None), None)
+        own = next((lie for added in rest if (lie := _mapping(added)) is not None), None)
         degrees = {"tensor": int(tensor), "pipeline": int(stages or 1), "microbatches": parts}
         strategy = make(graph, topology, **degrees, scatters=scatters, experts=own)
     else:

@@ -16,8 +16,8 @@ from soap.model.graph import DimMap, FactorKind, Operand, Operator, OperatorGrap
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """A weight matrix, or one for each expert, applied to an input. ``column``: the factor over its outputs. ``row``: the factor over its inputs; None if that
-    cannot be split. ``outputs``, ``inputs``: the matrix's two sizes, in elements.
+    """A weight matrix, or one for each expert, applied to an input. ``column``: the factor over its outputs. ``row``: the factor over its
+    inputs; None if that cannot be split. ``outputs``, ``inputs``: the matrix's two sizes, in elements.
     """
 
     column: int

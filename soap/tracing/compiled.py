@@ -155,11 +155,14 @@ def _expert_product(local: Local) -> torch.Tensor:
         return product(rows, weight)
     first = local.boxes[1][0][0]
     counts = [int((ids == first + expert).sum()) for expert in range(len(weight))]
-    return torch.cat([product(own, matrix) for own, matrix in zip(rows.split(counts), weight, strict=True)])
+    return torch.cat([product(own, matrix) for own, matrix in zip(torch.split(rows, counts), weight, strict=True)])
 
 
 PRODUCTS: Mapping[str, Callable[[Local], torch.Tensor | None]] = MappingProxyType(
-    {"linear": _linear, "matmul": _matmul, "mm": _matmul, "bmm": _matmul, "addmm": _addmm, "baddbmm": _addmm, "expert_product": _expert_product}
+    {
+        **{"linear": _linear, "matmul": _matmul, "mm": _matmul, "bmm": _matmul, "addmm": _addmm, "baddbmm": _addmm},
+        "expert_product": _expert_product,
+    }
 )
 """By kind of call: a part of a sum from operands that ``can_stay_narrow``; None if it has to be widened after all."""
 
@@ -309,9 +312,9 @@ Runner = Callable[[Sequence[torch.Tensor], TileContext], Any]
 
 
 class _Step:
-    """One call. ``reads``: (place, what to cut of it). ``makes``: (place, shape; None of routed rows). Shapes are checked when it first runs. ``widens``:
-    its result is a part of a sum; narrow types are computed in float32, as parts may be far larger than their sum. ``narrow``: makes such a
-    result without that, where operands allow it."""
+    """One call. ``reads``: (place, what to cut of it). ``makes``: (place, shape; None of routed rows). Shapes are checked when it first
+    runs. ``widens``: its result is a part of a sum; narrow types are computed in float32, as parts may be far larger than their sum.
+    ``narrow``: makes such a result without that, where operands allow it."""
 
     __slots__ = (
         "_checked", "_cuts", "_narrow", "_only", "_places", "_widens", "forgets", "local", "makes", "reads", "rule", "run", "unread",

@@ -16,6 +16,9 @@ from tests.tracing.drawing import DRAWS, Draw, Drawn, in_the_plane
 from tests.tracing.tile_check import Problem, check, follows, kept_bytes, linear, problem, splits
 
 SEEDS = range({"quick": 2, "test": 2, "all": 14}[CHOSEN])
+BY_DATA = {"soap.combine", "soap.dispatch", "soap.expert_product", "soap.expert_rows"}
+"""Rules of routed rows, of which there are as many as experts were chosen for: ``test_routing``."""
+FIXED = sorted({*registered()} - BY_DATA)
 NEVER_SPLIT = {"aten.max.default", "aten.min.default", "soap.keep_state", "soap.next_state"}
 """Rules that say that all of a tensor is needed at once."""
 
@@ -41,7 +44,7 @@ def _checked(name: str, seed: int, record: Callable[[str, object], None]) -> Pro
     return found
 
 
-@pytest.mark.parametrize("name", registered())
+@pytest.mark.parametrize("name", FIXED)
 def test_drawn_calls_by_tiles(name: str, record_property: Callable[[str, object], None]) -> None:
     found = [_checked(name, seed, record_property) for seed in SEEDS]
     split = any(f.rule.factors for f in found)
@@ -50,14 +53,14 @@ def test_drawn_calls_by_tiles(name: str, record_property: Callable[[str, object]
 
 
 def test_every_rule_is_drawn() -> None:
-    assert undrawn(registered()) == []
-    assert sorted(DRAWS) == sorted(registered())
+    assert undrawn(FIXED) == []
+    assert sorted(DRAWS) == FIXED
 
 
 def test_a_rule_that_nothing_draws_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(notation, "_RULES", dict(notation._RULES))
     notation.register("aten.made_up", "b -> b")
-    assert undrawn(registered()) == ["aten.made_up"]
+    assert undrawn([*FIXED, "aten.made_up"]) == ["aten.made_up"] and "aten.made_up" in registered()
 
 
 def _wrong(run: Callable[[notation.Local], torch.Tensor] | None, operand: tuple[int, ...], **options: object) -> Problem:
@@ -115,7 +118,7 @@ IN_THE_PLANE = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", registered())
+@pytest.mark.parametrize("name", FIXED)
 def test_drawn_calls_on_complex_numbers_by_tiles(name: str) -> None:
     tried = 0
     for seed in range(so_many(2, 4)):

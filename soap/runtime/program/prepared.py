@@ -142,8 +142,8 @@ class PreparedTile:
     lookups. ``leaves``: the fetches that it reads. ``gathered``: pieces that it reads of values which are gathered for their uses.
     ``needs``, ``frees``: synchronizations of which it is the rank's first, or last, to read such values.
 
-    ``routed``: the input with the experts' numbers, if it makes routed rows. ``checked``: shapes and dtypes of its outputs have been checked
-    once.
+    ``routed``: the input with the experts' numbers, if it makes routed rows.
+    ``checked``: shapes and dtypes of its outputs have been checked once.
     """
 
     number: int

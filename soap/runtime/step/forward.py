@@ -513,9 +513,11 @@ class Arrivals:
     ) -> None:
         """Send this rank's own pieces to itself, too, if they are ``there`` and make the received parts adjacent: no buffer then."""
         fetches = {fetch for fetch, _ in parts}
-        if len(fetches) != 1 or self._state.regions.is_routed(("fetch", *fetches)):
+        if len(fetches) != 1:
             return
         (fetch,) = fetches
+        if self._state.regions.is_routed(("fetch", fetch)):
+            return
         own = [(fetch, k) for k in range(len(self._plan.fetches[fetch].pieces)) if self._source((fetch, k)) == self._state.rank]
         places = {**expected, self._state.rank: [self._place(part) for part in own]}
         if {self._holding(part) for part in own} <= there and are_adjacent([place for some in places.values() for place in some]):

@@ -33,6 +33,7 @@ from soap.plan.plan import (
     reduce_name,
     remote_parts,
 )
+from soap.plan.running.activity import ValueKey
 from soap.plan.samples import label_counts
 from soap.plan.syncs.seam import How
 from soap.runtime.comm.position import HERE
@@ -47,7 +48,6 @@ from soap.runtime.program.sync_actions import is_last_only, rows_of
 from soap.runtime.step.early_start import Key, SyncSchedule
 from soap.runtime.step.forward import ForwardPass
 from soap.runtime.step.gradients import Gradients
-from soap.runtime.step.routed import RegionKey
 from soap.runtime.step.state import Output, StepState, ValueStore
 from soap.runtime.sync.look_ups import LookUps
 from soap.runtime.sync.shards import ShardStore
@@ -264,7 +264,7 @@ class BackwardPass:
 
     def _collect(self, holding: int) -> torch.Tensor | None:
         """Add up all gradients for a holding: from this rank's segments, from mixed fetches (see ``_parts_of``), then from other ranks."""
-        key: RegionKey = ("holding", holding)
+        key: ValueKey = ("holding", holding)
         regions = self.state.regions
         total = self.state.values.gradient(key)
         self.state.values.taken(key)  # its value is not needed any more
@@ -294,7 +294,7 @@ class BackwardPass:
 
     def _part_gradient(self, part: Part) -> torch.Tensor:
         """This rank's gradient of a part that it has fetched."""
-        key: RegionKey = ("fetch", part[0])
+        key: ValueKey = ("fetch", part[0])
         box = self.plan.fetches[part[0]].pieces[part[1]].box
         gradient, regions = self.state.values.gradient(key), self.state.regions
         return regions.zeros(key, box) if gradient is None else regions.cut(key, gradient, box)

@@ -223,7 +223,7 @@ def _expert_product(local: Local) -> torch.Tensor:
 
 def _combine(local: Local) -> torch.Tensor:
     rows, ids = local.tensors
-    if rows.dim() == 3:
+    if rows.dim() == 3:  # as many rows of each expert
         return rows.flatten(0, 1).index_select(0, ids)
     return combine(rows, ids, unit=1)
 
@@ -274,5 +274,5 @@ def combined(view: View) -> Tiled:
     (experts, _, width), (rows,) = view.shapes
     scope, unit = Scope(), view.get("unit")
     s, n = scope.factor("s", rows // unit), scope.factor("n", width)
-    out = (blocks(s, unit), n)
-    return Tiled(tuple(scope.factors), ((DimMap(), blocks(s, unit // experts), n), (blocks(s, unit),)), (out,), run=_combine, saved_bytes=8 * rows)
+    operands = ((DimMap(), blocks(s, unit // experts), n), (blocks(s, unit),))
+    return Tiled(tuple(scope.factors), operands, ((blocks(s, unit), n),), run=_combine, saved_bytes=8 * rows)
