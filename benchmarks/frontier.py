@@ -199,7 +199,8 @@ def drawn(rows: Sequence[Row], outcomes: Mapping[str, Outcome], path: Path) -> N
         if row["step_ms"] and not outcomes[row["id"]].lacking:
             families[row["family"]].append((row["step_ms"] / 1e3, outcomes[row["id"]].step_ms / 1e3))
     for number, (name, points) in enumerate(sorted(families.items())):
-        axes.scatter(*zip(*points, strict=True), s=14, alpha=0.8, label=f"{name} ({len(points)})", color=palette(number % 20))
+        measured, expected = zip(*points, strict=True)
+        axes.scatter(measured, expected, s=14, alpha=0.8, label=f"{name} ({len(points)})", color=palette(number % 20))
     every = [value for points in families.values() for point in points for value in point]
     ends = min(every, default=1.0), max(every, default=10.0)
     for share, style in ((1.0, "-"), (1.25, ":"), (0.8, ":")):

@@ -24,8 +24,10 @@ COUNT = 40
 LAYERS = 8
 EACH = 4
 """Rows of a model: the tenth part of all rows, so that ten models are exported."""
-LEFT_OUT = ("step_ms", "figure", "unit", "derivation", "peak_memory", "source_title", "source_place", "source_address", "notes", "order_note",
-            "confidence", "figure_other", "flop_formula", "tokens_per_step")  # fmt: skip
+LEFT_OUT = (
+    "step_ms", "figure", "unit", "derivation", "peak_memory", "source_title", "source_place", "source_address", "notes", "order_note",
+    "confidence", "figure_other", "flop_formula", "tokens_per_step",
+)  # fmt: skip
 """Of a row, what was measured and where it stands: nothing of it enters a prediction."""
 
 
