@@ -127,7 +127,7 @@ def said(row: Row) -> Said:
         how = "fsdp"
     elif sharding != "none" and not sharding.startswith("none"):
         lacking.append(f"sharding {sharding}")
-    if row["tp"] > 1 and row["source"] in SEQUENCE_PARALLEL and not _says_sequence(row):
+    if row["tp"] > 1 and row.get("source") in SEQUENCE_PARALLEL and not _says_sequence(row):
         assumed.append("sequence parallelism with tensor parallelism")
     again, recompute = str(row["recompute"]), "none"
     if again.startswith("full"):
@@ -273,8 +273,8 @@ def strategy_of(row: Row, own: Said, graph: OperatorGraph, topology: Topology) -
     """The row's plan."""
     lays = {
         "tensor": row["tp"], "microbatches": own.microbatches, "context": row["cp"] or 1,
-        "scatters": row["tp"] > 1 and (_says_sequence(row) or row["source"] in SEQUENCE_PARALLEL),
-        "experts": None if not row["ep"] else ExpertMapping(row["ep"], row["etp"] or row["tp"]),
+        "scatters": row["tp"] > 1 and (_says_sequence(row) or row.get("source") in SEQUENCE_PARALLEL),
+        "experts": None if not row.get("ep") else ExpertMapping(row["ep"], row["etp"] or row["tp"]),
     }  # fmt: skip
     if row["pp"] > 1:
         strategy = by_layers(graph, topology, stages=row["pp"], schedule=own.schedule, **lays)

@@ -44,6 +44,7 @@ from soap.errors import SoapError
 from soap.files import write_text_atomically
 from soap.model.graph import OperatorGraph
 from soap.profiles.work import ATTENTION
+from soap.simulator.kernels import Kernels
 from soap.strategy.classical import NAMED, data_parallel, hybrid, single_device
 from soap.strategy.config import Strategy
 from soap.strategy.grids import uniform_config
@@ -76,7 +77,7 @@ ON_TOP = (*ADDED, SELECTIVE_OP)
 UNITS = ("samples/s", "tokens/s", "tokens/s/device", "ms")
 
 OPTIONAL: dict[str, Any] = {
-    "accumulate": 1, "tensor": 1, "pipeline": 1, "microbatches": 1, "schedule": "1f1b", "needs": [], "assumed": [],
+    "accumulate": 1, "tensor": 1, "pipeline": 1, "microbatches": 1, "schedule": "1f1b", "kernels": "eager", "needs": [], "assumed": [],
 }  # fmt: skip
 COUNTS = ("accumulate", "tensor", "pipeline", "microbatches")
 REQUIRED = (
@@ -89,8 +90,8 @@ REQUIRED = (
 class Row:
     """A published figure. ``batch``: samples of all devices in one iteration; ``accumulate``: iterations of a step. ``cluster``: of the
     data file, a preset, or a family of presets, such as ``h100``; ``devices``: of each host. ``tensor``: devices of a tensor-parallel
-    group. ``pipeline``: stages, each of neighbouring devices; ``microbatches``, ``schedule``: of such a pipeline. ``needs``: what keeps it
-    waiting."""
+    group. ``pipeline``: stages, each of neighbouring devices; ``microbatches``, ``schedule``: of such a pipeline. ``kernels``: how light calls
+    run (``simulator.kernels``). ``needs``: what keeps it waiting."""
 
     id: str
     family: str
@@ -112,6 +113,7 @@ class Row:
     pipeline: int
     microbatches: int
     schedule: str
+    kernels: Kernels
     needs: Sequence[str]
     assumed: Sequence[str]
 
@@ -260,7 +262,7 @@ def predict(row: Row, data: Mapping[str, Any]) -> Outcome:
     begin = time.process_time()
     graph = graph_of(data["models"][row.model], row.batch, **PRECISIONS[row.precision])
     topology = topology_of(row, data)
-    simulator = api.simulator_for(graph, topology, optimizer_states=row.optimizer_states, costs="estimate")
+    simulator = api.simulator_for(graph, topology, optimizer_states=row.optimizer_states, costs="estimate", kernels=row.kernels)
     simulation = simulator.run(strategy_of(row, graph, topology))
     seconds = simulation.step_ns(row.accumulate) / 1e9
     return Outcome(row.id, seconds, max(simulation.peak_bytes), simulation.fits, round(time.process_time() - begin))

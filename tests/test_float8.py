@@ -58,7 +58,7 @@ def test_the_work_of_a_layer_by_hand(scaling: str) -> None:
     further = [kernel.apart_bytes - own.apart_bytes for kernel, own in zip(back, plain, strict=True)]
     assert further == [each * TOKENS // 2 * WIDTHS[1]]  # nobody wants the gradient of the model's input
     device = H100.devices[0].type
-    products = forward.flops / (1979e12 * shares(device, "linear", FLOAT8).arithmetic)
+    products = forward.flops / (1979e12 * shares(device, "linear", forward).arithmetic)
     casts = forward.apart_bytes / (device.memory_bandwidth_bytes_per_second * memory_share(device))
     launches = forward.calls * device.kernel_seconds
     assert RooflineCosts(H100).forward_ns(made, tile, device) == pytest.approx(1e9 * (products + casts + launches), abs=1)

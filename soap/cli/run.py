@@ -67,7 +67,7 @@ def make_parser() -> Parser:
     )
     parser.add_argument("strategy", metavar="STRATEGY", help="what soap-search wrote")
     add_model(parser, positional=False)
-    parser.add_argument("--float8", nargs="?", const=True, help=argparse.SUPPRESS)
+    parser.add_argument("--float8", nargs="?", const=True, metavar="KIND", help=argparse.SUPPRESS)
     add_cluster(parser, note="default: the strategy's, if it is a preset")
     add_costs(parser)
     parser.add_argument("--steps", metavar="N", type=positive, default=10, help="training steps (default %(default)s)")

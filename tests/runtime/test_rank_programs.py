@@ -87,7 +87,7 @@ def _segment(tiles: Sequence[PreparedTile], tile: PreparedTile) -> list[str]:
 
 
 def _fetched(fetch: Fetched | None) -> object:
-    return fetch and (fetch.tensor, fetch.box, fetch.carried, [(p.box, p.part) for p in fetch.pieces], len(fetch.holdings))
+    return fetch and (fetch.tensor, fetch.box, fetch.carried, [piece.box for piece in fetch.pieces], len(fetch.holdings))
 
 
 def moved(program: Program, rank: int) -> Iterator[object]:
