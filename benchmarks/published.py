@@ -90,8 +90,8 @@ REQUIRED = (
 class Row:
     """A published figure. ``batch``: samples of all devices in one iteration; ``accumulate``: iterations of a step. ``cluster``: of the
     data file, a preset, or a family of presets, such as ``h100``; ``devices``: of each host. ``tensor``: devices of a tensor-parallel
-    group. ``pipeline``: stages, each of neighbouring devices; ``microbatches``, ``schedule``: of such a pipeline. ``kernels``: how light calls
-    run (``simulator.kernels``). ``needs``: what keeps it waiting."""
+    group. ``pipeline``: stages, each of neighbouring devices; ``microbatches``, ``schedule``: of such a pipeline. ``kernels``: how light
+    calls run (``simulator.kernels``). ``needs``: what keeps it waiting."""
 
     id: str
     family: str
