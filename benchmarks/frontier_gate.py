@@ -2,7 +2,7 @@
 
     python -m benchmarks.frontier_gate --rows ROWS.json --write tests/golden/frontier.json
 
-Models keep their sizes, but have eight layers; steps have twice as many micro-batches as stages. So a prediction takes under a second, and
+Models keep their sizes, but have four layers; steps have twice as many micro-batches as stages. So a prediction takes under a second, and
 no prediction here is compared with a measurement.
 """
 
@@ -21,9 +21,9 @@ from benchmarks.frontier_plans import Row, key_of, said
 from soap.files import write_text_atomically
 
 COUNT = 40
-LAYERS = 8
-EACH = 4
-"""Rows of a model: the tenth part of all rows, so that ten models are exported."""
+LAYERS = 4
+EACH = 8
+"""Rows of a model, so that five models are exported."""
 LEFT_OUT = (
     "step_ms", "figure", "unit", "derivation", "peak_memory", "source_title", "source_place", "source_address", "notes", "order_note",
     "confidence", "figure_other", "flop_formula", "tokens_per_step",
@@ -44,12 +44,13 @@ def small(row: Row) -> dict[str, Any] | None:
 
 
 def chosen(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Some rows of each of the models that have most, evenly spaced."""
-    models: dict[str, list[dict[str, Any]]] = {}
+    """Some rows of each of the models that have most, evenly spaced; of a model those whose graph has most."""
+    models: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for row in rows:
         if (own := small(row)) is not None:
-            models.setdefault(json.dumps(key_of(own, said(own)), sort_keys=True), []).append(own)
-    most = sorted(models.values(), key=len, reverse=True)[: COUNT // EACH]
+            key = json.dumps(key_of(own, said(own)), sort_keys=True)
+            models.setdefault(row["model"]["name"], {}).setdefault(key, []).append(own)
+    most = sorted((max(own.values(), key=len) for own in models.values()), key=len, reverse=True)[: COUNT // EACH]
     return [own[i * len(own) // EACH] for own in most for i in range(EACH)]
 
 
