@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from soap import collector
 from soap.simulator.simulate import MOST_PLANNED_TILES, Simulator, tile_count
-from soap.simulator.steady import played, steadily_played
+from soap.simulator.steady import folded, played, steadily_played
 from soap.strategy.config import Strategy
 
 
@@ -39,9 +39,8 @@ def large_prediction(
     least = MOST_PLANNED_TILES if tiles is None else tiles
     if tile_count(strategy) <= least:
         return None
-    folding = simulator.folding(strategy, nearly=True)
-    folded = not isinstance(folding, str)
-    if tile_count(strategy if isinstance(folding, str) else folding.copies.strategy) <= least or not (folded or whole):
+    copies = folded(simulator, strategy)
+    if tile_count(copies) <= least or (copies is strategy and not whole):
         return None
     own, limits = steadily_played(simulator, strategy, tiles=least) or played(simulator, strategy), simulator.topology.memory_limits
     fullest = max(range(len(limits)), key=lambda device: own.peaks[device] / limits[device])

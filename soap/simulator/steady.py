@@ -41,6 +41,12 @@ class Played:
         return overflow_bytes(self.peaks, simulator.topology) + self.lacking_bytes
 
 
+def folded(simulator: Simulator, strategy: Strategy) -> Strategy:
+    """What is played of a plan: two of its equal copies if it is made of them, else all of it."""
+    found = simulator.folding(strategy, nearly=True)
+    return strategy if isinstance(found, str) else found.copies.strategy
+
+
 def played(simulator: Simulator, strategy: Strategy, draws: Draws | None = None) -> Played:
     """The plan, all of its micro-batches, by an engine of its own."""
     from soap.simulator.drawn_engine import make_engine  # numba
@@ -66,8 +72,7 @@ def steadily_played(
     samples, count = samples_of(simulator.graph), strategy.microbatches
     if samples is None or samples % count or tile_count(strategy) <= tiles or not few_are_enough(simulator, strategy):
         return None
-    folding = simulator.folding(strategy, nearly=True)
-    if tile_count(strategy if isinstance(folding, str) else folding.copies.strategy) <= tiles:
+    if tile_count(folded(simulator, strategy)) <= tiles:
         return None
     for first, step in _numbers(simulator, strategy):
         found = []

@@ -227,9 +227,9 @@ class _Placement:
             chain = chains.get(i) if own.tensor > 1 else None
             fits = chain is not None and chain.width(graph, own.tensor) == own.tensor
             inner, periods = (chain.factors[i], chain.periods.get(i, 1)) if chain is not None and fits else (None, 1)
-            outer = (factor, own.parallel) if own.parallel > 1 else (None, 1)
             if width > 1:
-                self._chosen[i] = grouped(op, self._orders[i], width if inner is not None or own.parallel > 1 else 1, inner, periods, outer)
+                each = width if inner is not None or own.parallel > 1 else 1
+                self._chosen[i] = grouped(op, self._orders[i], each, inner, periods, (factor, own.parallel))
         for i, op in enumerate(graph.operators) if of_experts else ():
             read, made = ({operand.tensor for operand in own} & graph.routed.keys() for own in (op.inputs, op.outputs))
             if i not in of_experts and (read or made):  # each device sends rows of its own samples, and brings them back
