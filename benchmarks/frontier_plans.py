@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -164,9 +165,16 @@ def _says_sequence(row: Row) -> bool:
 def kernels_of(row: Row) -> Kernels:
     """How a row's light calls run."""
     told = str(row["kernels"])
+    overlap = OVERLAP.search(told) is not None
     if "torch.compile" in told and "no torch.compile" not in told:
-        return "compiled"
+        return "compiled+overlap" if overlap else "compiled"
+    if overlap:
+        return "fused+overlap"
     return "fused" if any(own in told for own in ("Transformer Engine", "Megatron fused", "fused bias-GeLU")) else "eager"
+
+
+OVERLAP = re.compile(r"async TP|TP (comm\w* )?overlap|overlaps as in the recipe")
+"""In a row's kernels: collectives of tensor parallelism run in parts with its products."""
 
 
 FUSED_NORM = ("RMS kernel", "Transformer Engine", "torch.compile")

@@ -117,7 +117,8 @@ def add_kernels(parser: Parser) -> None:
         default=KERNELS[0],
         help="what runs on GPUs, and what it keeps: each call by itself, as soap-run has it (eager); activations, norms, softmax and "
         "losses in one kernel an operator, as torch.compile makes them (compiled), or those that Apex, Megatron and Transformer Engine "
-        "have by hand (fused); other than eager ones are estimated (default %(default)s)",
+        "have by hand (fused); +overlap: products and attention run in parts with the collectives of what they gather and scatter; "
+        "other than eager ones are estimated (default %(default)s)",
     )
 
 

@@ -184,9 +184,10 @@ class Operator:
     ``saved_bytes``, what kernels on GPUs never write (attention's weights, views). ``joined_bytes``: of the rest, what kernels that join
     calls do not write (``simulator.kernels``). ``views``: of ``calls``, those for which a GPU has nothing to do. ``drawn``: the random
     numbers of its calls. ``narrowing_bytes``: what casts to ``arithmetic`` move for each number that its product reads, and for each of its
-    gradient. These seven only change what an operator costs. ``own_inputs``: of a loss that divides by a number which all labels decide,
+    gradient. ``overlaps``: whether its collectives run in parts with it (``simulator.kernels``). These eight only change what an operator
+    costs. ``own_inputs``: of a loss that divides by a number which all labels decide,
     ``inputs`` as a tile reads them that is told this number: of labels only those that belong to its scores. Empty for any other operator.
-    These eight are no part of the graph's identity.
+    These nine are no part of the graph's identity.
     """
 
     name: str
@@ -207,6 +208,7 @@ class Operator:
     narrowing_bytes: tuple[int, int] = (0, 0)
     own_inputs: tuple[Operand, ...] = ()
     joined_bytes: int = 0
+    overlaps: bool = False
 
     @property
     def summed(self) -> tuple[int, ...]:
@@ -214,7 +216,7 @@ class Operator:
         return tuple(i for i, factor in enumerate(self.factors) if factor.summed)
 
 
-_NOT_HASHED = ("arithmetic", "skipped_share", "fused_bytes", "joined_bytes", "views", "drawn", "narrowing_bytes", "own_inputs")
+_NOT_HASHED = ("arithmetic", "skipped_share", "fused_bytes", "joined_bytes", "views", "drawn", "narrowing_bytes", "own_inputs", "overlaps")
 """Fields of an operator that its graph's hash leaves out."""
 
 

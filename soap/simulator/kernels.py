@@ -4,6 +4,11 @@ keeps what crosses the group's edge. ``soap-run`` executes models call by call (
 
 A joined operator may keep its inputs instead of what its calls pass to each other, as both kinds of kernels compute that again in the
 backward pass (a norm, an activation, a softmax, a loss). Kernels do not reach over the borders of operators here.
+
+With ``+overlap`` a product or an attention and the collectives of its edges run in parts: a device begins with its own part of what it
+gathers, and computes on each other part while the next one travels; so do the parts of what it sums and scatters (Megatron's
+``--tp-comm-overlap``, asynchronous tensor parallelism of torchtitan, attention over a ring). The collective then takes what is left of its
+time after all but one part of the computation. Sums that are not scattered do not overlap.
 """
 
 from __future__ import annotations
@@ -17,8 +22,8 @@ from soap.model.dtypes import is_differentiable
 from soap.model.graph import Footprint, Operator, OperatorGraph
 from soap.strategy.recomputation import PRODUCTS
 
-Kernels = Literal["eager", "compiled", "fused"]
-KERNELS: tuple[Kernels, ...] = ("eager", "compiled", "fused")
+Kernels = Literal["eager", "compiled", "fused", "compiled+overlap", "fused+overlap"]
+KERNELS: tuple[Kernels, ...] = ("eager", "compiled", "fused", "compiled+overlap", "fused+overlap")
 
 FUSED = frozenset(
     {"linear", "scaled_dot_product_attention", "softmax", "layer_norm", "rms_norm", "cross_entropy_loss", "add", "mul", "dropout"}
@@ -38,9 +43,12 @@ def joined(graph: OperatorGraph, kernels: Kernels) -> OperatorGraph:
     check_kernels(kernels)
     if kernels == "eager":
         return graph
-    operators = tuple(_joined(op) if kernels == "compiled" or op.kind in FUSED else op for op in graph.operators)
-    own = replace(graph, operators=operators)
-    return replace(own, footprints=_Joined(graph, own))
+    kind, _, overlap = kernels.partition("+")
+    own = replace(graph, operators=tuple(_joined(op) if kind == "compiled" or op.kind in FUSED else op for op in graph.operators))
+    own = replace(own, footprints=_Joined(graph, own))
+    if not overlap:
+        return own
+    return replace(own, operators=tuple(replace(op, overlaps=True) if op.kind in PRODUCTS else op for op in own.operators))
 
 
 def _joined(op: Operator) -> Operator:

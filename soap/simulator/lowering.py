@@ -270,16 +270,20 @@ class _Lowering:
         first, operand = fetch.consumers[0]
         tile = self.plan.tiles[first]
         place = self._id(tile.operator, 2 if gradient else 0, tile.index, operand, piece, gradient=gradient)
+        readers = [self.plan.tiles[own] for own, _ in fetch.consumers]
+        overlapped_ns = self._overlapped_ns(readers, len(fetch.pieces), gradient=gradient)
         if isinstance(carrier, Exchange):
             rounds = exchange_rounds(self.plan, carrier, parts, gradient=gradient)
             name = exchange_name(self.plan, carrier, gradient=gradient)
-            moving = self._list.tree if carrier.pattern is Pattern.BROADCAST else self._list.exchange
-            return moving(place, name, TaskKind.EXCHANGE, rounds, after)
+            if carrier.pattern is Pattern.BROADCAST:
+                return self._list.tree(place, name, TaskKind.EXCHANGE, rounds, after)
+            overlapped_ns = overlapped_ns if carrier.pattern is Pattern.ALL_GATHER else 0
+            return self._list.exchange(place, name, TaskKind.EXCHANGE, rounds, after, overlapped_ns=overlapped_ns)
         source, target = (carrier.target, carrier.source) if gradient else (carrier.source, carrier.target)
         moved = remote_parts(self.plan, parts)
         size = sum(self._bytes(self.plan.fetches[n].tensor, box) for (n, _), (_, _, box, _) in zip(parts, moved, strict=True))
         name = message_name(self.plan, carrier, gradient=gradient)
-        return self._list.message(place, name, TaskKind.TRANSFER, source, target, size, after)
+        return self._list.message(place, name, TaskKind.TRANSFER, source, target, size, after, overlapped_ns=overlapped_ns)
 
     def _row_ns(self, tile: Tile, takes: Takes) -> int:
         device = self._list.topology.devices[tile.device].type
@@ -290,17 +294,25 @@ class _Lowering:
 
     def _compute(self, tile: Tile, kind: TaskKind, after: Iterable[int], row: Row | None = None) -> int:
         graph, device, asked = self.plan.graph, self._list.topology.devices[tile.device].type, self.plan.as_run(tile)
-        gradient = kind in GRADIENTS
-        if gradient and tile.operator in self.plan.divided:
-            duration = self.costs.half_ns(graph, asked, device, "I" if kind is TaskKind.BACKWARD else "W")
-        else:
-            takes = Takes.PASS if row is None else row.takes
-            duration = self.costs.backward_ns(graph, asked, device) if gradient else self._row_ns(tile, takes)
-        op = self.plan.operator(tile)
+        op, gradient, duration = self.plan.operator(tile), kind in GRADIENTS, self._tile_ns(tile, kind, row)
         name, stage = (tile_task_name(row.verb, op, tile), row.stage) if row is not None else (NAMES[kind](op, tile), STAGES[kind])
         place = self._id(tile.operator, stage, tile.index, gradient=kind is not TaskKind.FORWARD)
         launch = self.costs.launch_ns(graph, asked, device, backward=gradient)
         return self._list.add(place, name, kind, (tile.device,), duration, after, tile=self._place(tile), launch_ns=launch)
+
+    def _tile_ns(self, tile: Tile, kind: TaskKind, row: Row | None = None) -> int:
+        graph, device, asked = self.plan.graph, self._list.topology.devices[tile.device].type, self.plan.as_run(tile)
+        if kind not in GRADIENTS:
+            return self._row_ns(tile, Takes.PASS if row is None else row.takes)
+        if tile.operator in self.plan.divided:
+            return self.costs.half_ns(graph, asked, device, "I" if kind is TaskKind.BACKWARD else "W")
+        return self.costs.backward_ns(graph, asked, device)
+
+    def _overlapped_ns(self, tiles: Iterable[Tile], peers: int, *, gradient: bool) -> int:
+        """How much of a collective of so many devices is over while these tiles of one of them run, of those that overlap: a device begins
+        with its own part, and computes on each other part while the next one travels."""
+        kind = TaskKind.BACKWARD if gradient else TaskKind.FORWARD
+        return (peers - 1) * sum(self._tile_ns(tile, kind) for tile in tiles if self.plan.operator(tile).overlaps) // peers
 
     def _reduce(self, place: int) -> None:
         """Sum partial results. A single device does that while it runs the tiles, without a task."""
@@ -338,7 +350,9 @@ class _Lowering:
         place = self._id(reduction.operator, 0 if gradient else 2, first, reduction.output, gradient=gradient)
         name = reduce_name(op, reduction, gradient=gradient)
         if reduction.cells:
-            return self._list.exchange(place, name, TaskKind.REDUCE, scatter_rounds(self.plan, reduction, gradient=gradient), after)
+            tiles, rounds = [self.plan.tiles[reduction.tiles[0]]], scatter_rounds(self.plan, reduction, gradient=gradient)
+            overlapped_ns = self._overlapped_ns(tiles, len(reduction.devices), gradient=gradient)
+            return self._list.exchange(place, name, TaskKind.REDUCE, rounds, after, overlapped_ns=overlapped_ns)
         if gradient:
             size = self._bytes(reduced_tensor(self.plan, reduction), reduction.box)
         else:

@@ -96,10 +96,21 @@ class TaskList:
             after = (self.add(own, name, kind, resources, part_ns, after, told, flows=all_flows, cpu_overhead_ns=busy_ns),)
         return len(self.tasks) - 1
 
-    def message(self, place: tuple[int, ...], name: str, kind: TaskKind, source: int, target: int, size: int, after: Iterable[int]) -> int:
-        """Add a message of ``size`` bytes from one device to another."""
+    def message(
+        self,
+        place: tuple[int, ...],
+        name: str,
+        kind: TaskKind,
+        source: int,
+        target: int,
+        size: int,
+        after: Iterable[int],
+        *,
+        overlapped_ns: int = 0,
+    ) -> int:
+        """Add a message of ``size`` bytes from one device to another. ``overlapped_ns``: as for ``exchange``."""
         resources = self._link_resources(self.topology.route(source, target))
-        duration_ns = self.communication.transfer_ns(size, source, target)
+        duration_ns = max(1, self.communication.transfer_ns(size, source, target) - overlapped_ns)
         latency_ns = self.communication.latency_ns(duration_ns, source, target)
         cpu_overhead_ns = self.communication.message_share(source, target).busy_ns(duration_ns - latency_ns)
         return self.add(place, name, kind, resources, duration_ns, after, size, latency_ns=latency_ns, cpu_overhead_ns=cpu_overhead_ns)
@@ -143,13 +154,16 @@ class TaskList:
         rounds: Sequence[Round],
         after: Iterable[int],
         *,
+        overlapped_ns: int = 0,
         chunked: bool = False,
     ) -> int:
-        """Add a collective of rounds that run one after the other. ``chunked``: cut it into chunks (``chunks``)."""
+        """Add a collective of rounds that run one after the other. ``overlapped_ns``: of its time, what passes while tiles run that make or
+        read its parts; the task is the rest. ``chunked``: cut it into chunks (``chunks``)."""
         duration_ns = self._rounds_ns(rounds)
         messages = max((busiest_messages(own) for own, _ in rounds), default=0)
         share = self.topology.cpu_overhead.of_exchange(messages + 1)
-        return self._collective(place, name, kind, rounds, duration_ns, share.busy_ns(duration_ns), after, chunked=chunked)
+        left_ns = max(1, duration_ns - overlapped_ns)
+        return self._collective(place, name, kind, rounds, left_ns, share.busy_ns(duration_ns), after, chunked=chunked)
 
     def meeting(self, place: tuple[int, ...], name: str, kind: TaskKind, rounds: Sequence[Round], after: Iterable[int]) -> int:
         """Add a collective whose end the devices wait for: it holds them as well as links."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -17,7 +17,10 @@ from soap.plan.tiling import whole_tile
 from soap.profiles.work import backward_work, forward_work
 from soap.search.options import SearchOptions
 from soap.simulator.kernels import KERNELS, joined
+from soap.simulator.tasks import TaskKind
 from soap.strategy.classical import single_device
+from soap.strategy.megatron import hybrid
+from soap.strategy.recomputation import PRODUCTS
 from soap.tracing.importer import import_program
 from tests.strategies import CPU, cluster
 
@@ -91,7 +94,37 @@ def test_predictions_follow_the_kernels() -> None:
     measured = api.simulate(graph, ONE, strategy, kernels="compiled")  # what is measured is of eager kernels
     assert measured.makespan_ns == found["compiled"].makespan_ns
     costs = [found[kernels].simulator.costs for kernels in KERNELS]
-    assert len({own.hash for own in costs}) == 3 and costs[1].description == "estimate (roofline of data sheet, compiled kernels)"
+    assert len({own.hash for own in costs}) == 5 and costs[1].description == "estimate (roofline of data sheet, compiled kernels)"
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_what_overlaps_with_a_product_is_hidden_but_for_its_last_part(devices: int) -> None:
+    """Each gathering and each scattered sum takes what is left of it once all parts but one have been computed on."""
+    topology = cluster([devices], device_types()["h200"])
+    graph = api.load("zoo:gpt:tiny", plan_only=True).graph
+    strategy = hybrid(graph, topology, tensor=devices, scatters=True)
+    alone, both = (api.simulator_for(graph, topology, costs="estimate", kernels=own).run(strategy) for own in ("fused", "fused+overlap"))
+    plan, places = alone.tasks.plan, alone.tasks.places
+    usual, own = (made.tasks.tasks for made in (alone, both))
+    taken = {(task.kind, task.tile): task.duration_ns for task in usual if task.tile is not None}
+
+    def hidden_ns(kind: TaskKind, tiles: Sequence[int], peers: int) -> int:
+        return (peers - 1) * sum(taken[kind, tile] for tile in tiles if plan.operator(plan.tiles[tile]).kind in PRODUCTS) // peers
+
+    expected = {}
+    for kind, gathered, summed in (
+        (TaskKind.FORWARD, places.brought, places.summed),
+        (TaskKind.BACKWARD, places.returned, places.summed_back),
+    ):
+        for (number, _), task in gathered.items():
+            fetch = plan.fetches[number]
+            expected[task] = hidden_ns(kind, [tile for tile, _ in fetch.consumers], len(fetch.pieces))
+        for place, task in summed.items():
+            reduction = plan.reductions[place]
+            expected[task] = hidden_ns(kind, reduction.tiles[:1], len(reduction.devices)) if reduction.cells else 0
+    for task, (before, after) in enumerate(zip(usual, own, strict=True)):
+        assert (before.name, after.duration_ns) == (after.name, max(1, before.duration_ns - expected.get(task, 0)))
+    assert sum(ns > 0 for ns in expected.values()) >= 8 and both.makespan_ns < alone.makespan_ns
 
 
 def test_wrong_kernels_are_refused_in_one_line() -> None:

@@ -41,7 +41,7 @@ class GraphTables(NamedTuple):
     sparse ones ``touched`` from ``touched_ptr`` on: how many rows a batch looks up, how many rows there are, ``RowAccess.touched``.
     ``dtypes``: their number. ``backward``: whether any output has a gradient. ``loss``: operator and output
     that make the loss. ``known``: whether an operator makes the loss or a term of it (``OperatorGraph.known_gradients``). ``epilogue``:
-    whether an operator is of the loss's epilogue.
+    whether an operator is of the loss's epilogue. ``overlaps``: ``Operator.overlaps``.
     ``solid``: whether at least one replica of every tile has a backward pass under every strategy. ``counts_labels``: whether an operator's
     devices count their own labels (``plan.samples``).
     """
@@ -77,6 +77,7 @@ class GraphTables(NamedTuple):
     epilogue: Ints
     solid: Ints
     counts_labels: Ints
+    overlaps: Ints
 
 
 class ClusterTables(NamedTuple):
@@ -198,6 +199,7 @@ def graph_tables(graph: OperatorGraph, topology: Topology) -> GraphTables:
         known=np.array([position in graph.known_gradients for position in range(len(graph.operators))], np.int32),
         epilogue=np.array([position in graph.epilogue for position in range(len(graph.operators))], np.int32),
         solid=np.array(_solid(graph), np.int32),
+        overlaps=np.array([op.overlaps for op in graph.operators], np.int32),
         counts_labels=np.array([bool(op.own_inputs) and topology.own_samples for op in graph.operators], np.int32),
     )
 

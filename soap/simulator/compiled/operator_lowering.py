@@ -138,11 +138,10 @@ def _forward(W, op, own, own_slot):  # type: ignore[no-untyped-def]
     """Add sums, messages and exchanges of the forward pass, and the edges to readers' tiles."""
     G, V, C, S = W.graph, W.variants, W.state, W.scratch
     cells = V.rows[C.variant[op], CELLS]
-    first_output = G.output_ptr[op]
     for red in range(S.count[REDUCTIONS]):
         if S.r_dev_ptr[red + 1] - S.r_dev_ptr[red] > 1:
             key = task_key(FORWARD, op, 2, _first_tile(S, red, cells), S.r_out[red], 0)
-            S.r_task[red] = add_sum(W, first_output, red, key, False)
+            S.r_task[red] = add_sum(W, op, red, key, False)
             for i in range(S.member_ptr[S.r_group[red]], S.member_ptr[S.r_group[red] + 1]):
                 add_edge(S, S.r_rep[red] * cells + S.member[i], own_slot + S.r_task[red])
             if G.counts_labels[op]:
@@ -294,7 +293,7 @@ def _reduce_gradient(W, op, red, own, own_slot, target, got):  # type: ignore[no
             if S.r_dev_ptr[red + 1] - S.r_dev_ptr[red] > 1:
                 if task < 0:
                     key = task_key(BACKWARD, len(G.backward) - 1 - op, 0, _first_tile(S, red, cells), S.r_out[red], 0)
-                    task = add_sum(W, G.output_ptr[op], red, key, True)
+                    task = add_sum(W, op, red, key, True)
                 add_edge(S, S.gradient_task[node], own_slot + task)
             else:
                 for i in range(first, last):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from soap.plan.samples import COUNT_BYTES
 from soap.simulator.compiled.arrays import sort
-from soap.simulator.compiled.carriers import BROADCAST, MESSAGE
+from soap.simulator.compiled.carriers import ALL_GATHER, BROADCAST, MESSAGE
 from soap.simulator.compiled.communication import (
     add_flow,
     allreduce,
@@ -23,6 +23,8 @@ from soap.simulator.compiled.communication import (
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.scratch import FULL, RESOURCES, STAMP, TASKS
 from soap.simulator.compiled.task_keys import BACKWARD, FORWARD, task_key
+from soap.simulator.compiled.tile_times import PASSES
+from soap.simulator.compiled.variants import CELLS, COSTS
 
 
 @compiled
@@ -40,11 +42,11 @@ def add_task(S, key, duration, overhead, resource, resource_n, size):  # type: i
 
 
 @compiled
-def add_sum(W, first_output, red, key, gradient):  # type: ignore[no-untyped-def]
+def add_sum(W, op, red, key, gradient):  # type: ignore[no-untyped-def]
     """Add an all-reduce; if the sum is left in cells, a reduce-scatter (for gradients an all-gather)."""
     G, V, K, S = W.graph, W.variants, W.cluster, W.scratch
     first, last = S.r_dev_ptr[red], S.r_dev_ptr[red + 1]
-    out = first_output + S.r_out[red]
+    out = G.output_ptr[op] + S.r_out[red]
     itemsize = G.output_itemsize[out] if gradient else G.output_partial_itemsize[out]
     size = V.box_volume[S.r_box[red]] * itemsize
     if S.r_cells[red] < 0:
@@ -60,7 +62,26 @@ def add_sum(W, first_output, red, key, gradient):  # type: ignore[no-untyped-def
                 source, target = S.r_dev[first + a], S.r_dev[first + b]
                 add_flow(S, target if gradient else source, source if gradient else target, volume * itemsize)
     duration = round_ns(K, S, 0 if gradient else (last - first - 1) * largest * itemsize)
-    return _add_collective(S, key, duration, exchange_overhead_ns(K, S, duration), resources, total_flow(S))
+    first_tile = S.r_rep[red] * V.rows[W.state.variant[op], CELLS] + S.member[S.member_ptr[S.r_group[red]]]
+    overhead, left = exchange_overhead_ns(K, S, duration), _left_ns(duration, _overlapped_ns(W, op, first_tile, gradient), last - first)
+    return _add_collective(S, key, left, overhead, resources, total_flow(S))
+
+
+@compiled
+def _overlapped_ns(W, op, tile, backward):  # type: ignore[no-untyped-def]
+    """How long a pass of a tile takes, if its collectives run in parts with it; else 0."""
+    if not W.graph.overlaps[op]:
+        return 0
+    V, C = W.variants, W.state
+    row = V.rows[C.variant[op]]
+    device = W.cluster.device_type[C.dev[C.dev_ptr[op] + tile]]
+    return V.costs[row[COSTS] + (device * PASSES + (1 if backward else 0)) * row[CELLS] + tile % row[CELLS]]
+
+
+@compiled
+def _left_ns(duration, overlapped, peers):  # type: ignore[no-untyped-def]
+    """The part of a collective of so many devices that is left once what overlaps with it has run (``lowering``)."""
+    return duration if overlapped == 0 else max(1, duration - (peers - 1) * overlapped // peers)
 
 
 @compiled
@@ -115,7 +136,7 @@ def add_carrier(W, op, carrier, gradient):  # type: ignore[no-untyped-def]
             source, target = target, source
         pair = source * devices + target
         resource_n = K.route_ptr[pair + 1] - K.route_ptr[pair]
-        duration = transfer_ns(K, source, target, size)
+        duration = _after_readers_ns(W, op, fetch, transfer_ns(K, source, target, size), gradient)
         latency = latency_ns(K, source, target, duration)
         overhead = message_overhead_ns(K, source, target, duration - latency)
         task = add_task(S, key, duration, overhead, devices + K.route_ptr[pair], resource_n, size)
@@ -139,7 +160,21 @@ def add_carrier(W, op, carrier, gradient):  # type: ignore[no-untyped-def]
             join_flow(S, stamp, devices, source, target, S.p_volume[part] * itemsize)
     moved = total_flow(S)
     duration = round_ns(K, S, 0)
-    return _add_collective(S, key, duration, exchange_overhead_ns(K, S, duration), resources, moved)
+    overhead = exchange_overhead_ns(K, S, duration)
+    if S.k_pattern[carrier] == ALL_GATHER:
+        duration = _after_readers_ns(W, op, fetch, duration, gradient)
+    return _add_collective(S, key, duration, overhead, resources, moved)
+
+
+@compiled
+def _after_readers_ns(W, op, fetch, duration, gradient):  # type: ignore[no-untyped-def]
+    """The part of a gathering's duration, or of its gradients' return, that is left once what overlaps with it has run."""
+    G, S = W.graph, W.scratch
+    overlapped, consumer = 0, S.f_first[fetch]
+    while consumer >= 0:
+        overlapped += _overlapped_ns(W, G.reader[G.reader_ptr[op] + S.c_slot[consumer]], S.c_tile[consumer], gradient)
+        consumer = S.c_next[consumer]
+    return _left_ns(duration, overlapped, S.f_piece[fetch + 1] - S.f_piece[fetch])
 
 
 @compiled

@@ -22,7 +22,7 @@ from soap.simulator.shared import Shared
 from soap.simulator.simulate import Simulator
 from soap.strategy.config import OpConfig, Strategy, SyncConfig
 from soap.strategy.stages import chunks_of, devices_of_stages, stages_of_chunks
-from tests.graph_builder import counting
+from tests.graph_builder import counting, overlapping
 from tests.simulator.compiled.agreement import Played, compiled_tasks, reference_tasks
 from tests.simulator.examples import LaunchedCosts
 from tests.strategies import cases, configs, syncs
@@ -55,6 +55,7 @@ def walks(draw: st.DrawFn, *, max_moves: int = 6, max_tiles: int = 8, max_edits:
     """A strategy and a sequence of edits of it."""
     graph, topology, strategy = draw(cases(max_moves=max_moves, max_tiles=max_tiles, servers=True, ports=True))
     graph = counting(graph) if draw(st.booleans()) else graph
+    graph = overlapping(graph) if draw(st.booleans()) else graph
     edits, cut = [], MicroBatches(graph, strategy.microbatches)
     chunks, devices = chunks_of(graph, strategy.stages), devices_of_stages(graph, strategy)
     stage_of = stages_of_chunks(max(chunks) + 1, strategy.schedule)
