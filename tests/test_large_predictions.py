@@ -12,8 +12,11 @@ from soap.api import large_plans
 from soap.api.large_plans import large_prediction
 from soap.cli import simulate
 from soap.schedules.named import parse
+from soap.simulator import steady
 from soap.simulator.folded import FoldedSimulation
-from soap.simulator.steady import OFF_LINE, on_line
+from soap.simulator.simulate import Simulator
+from soap.simulator.steady import OFF_LINE, Played, on_line
+from soap.strategy.config import Strategy
 from soap.strategy.megatron import staged
 from soap.strategy.named import named
 from soap.strategy.stages import stages_of
@@ -95,6 +98,22 @@ def test_few_micro_batches_are_played(monkeypatch: pytest.MonkeyPatch) -> None:
     strategy = named("data_parallel+microbatches:8", graph, topology)
     found = large_prediction(simulator, strategy)
     assert found is not None and (found.microbatches, found.makespan_ns) == (0, simulator.run(strategy).makespan_ns)
+
+
+@pytest.mark.parametrize(("turns", "at_most"), [((0, 1), 30), ((0, 3, 1), 80), ((0, 3, 1, 4, 2, 5), 80)])
+def test_devices_that_take_turns_are_found_out(monkeypatch: pytest.MonkeyPatch, turns: tuple[int, ...], at_most: int) -> None:
+    """Each micro-batch takes a millisecond, and the end of the last one some tenths more, in turns."""
+    graph, topology = transformer(batch=1024, layers=1), api.load_cluster("h100-2")
+    strategy = named("data_parallel+microbatches:512", graph, topology)
+
+    def made(simulator: Simulator, strategy: Strategy, draws: object = None) -> Played:
+        count = strategy.microbatches
+        return Played(1_000_000 * count + 100_000 * turns[count % len(turns)], (count, count), 0, 1, count)
+
+    monkeypatch.setattr(steady, "played", made)
+    found = steady.steadily_played(api.simulator_for(graph, topology, costs="estimate"), strategy, tiles=0)
+    expected = 512_000_000 + 100_000 * turns[512 % len(turns)]
+    assert found is not None and found.microbatches <= at_most and abs(found.makespan_ns / expected - 1) < OFF_LINE
 
 
 @pytest.mark.parametrize(("three", "expected"), [((100, 110, 120), 210), ((100, 110, 119), None), ((100_000, 110_000, 120_001), 210_011)])

@@ -20,6 +20,7 @@ from soap.strategy.stages import chunks_of, devices_of_stages
 if TYPE_CHECKING:
     from soap.simulator.draws import Draws
 
+PERIODS = (1, 2, 6, 12, 24)
 OFF_LINE = 1e-3
 """Figures of three numbers of micro-batches lie on a line if, by the second difference, that of all is off by at most this share."""
 
@@ -74,13 +75,16 @@ def steadily_played(
         return None
     if tile_count(folded(simulator, strategy)) <= tiles:
         return None
+    known_plays: dict[int, Played] = {}
     for first, step in _numbers(simulator, strategy):
-        found = []
-        for fewer in (first, first + step, first + 2 * step):
+        numbers = first, first + step, first + 2 * step
+        for fewer in numbers:
             own = simulator.of_samples(samples * fewer // count)
             if isinstance(own, str):
                 return None
-            found.append(played(own, replace(strategy, microbatches=fewer), draws))
+            if fewer not in known_plays:
+                known_plays[fewer] = played(own, replace(strategy, microbatches=fewer), draws)
+        found = [known_plays[fewer] for fewer in numbers]
         times = (count - first) // step
         makespan_ns = on_line([own.makespan_ns for own in found], times)
         peaks = [on_line(own, times) for own in zip(*(own.peaks for own in found), strict=True)]
@@ -97,16 +101,17 @@ def few_are_enough(simulator: Simulator, strategy: Strategy) -> bool:
 
 
 def _numbers(simulator: Simulator, strategy: Strategy) -> Iterator[tuple[int, int]]:
-    """(the first number of micro-batches, the step to the next), as long as three such cost at most half of all."""
+    """(the first number of micro-batches, the step to the next), as long as three such cost at most half of all. Steps are multiples of
+    ``PERIODS``, as devices may take turns in a pattern of so many micro-batches."""
     stages = len(devices_of_stages(simulator.graph, strategy)) if strategy.stages else 1
     chunks = max(chunks_of(simulator.graph, strategy.stages), default=0) + 1
-    step, count = stages if chunks > stages else 1, strategy.microbatches
+    unit, count = stages if chunks > stages else 1, strategy.microbatches
     first = stages + 1
-    while True:
-        first += (count - first) % step
-        if 6 * (first + step) > count:
-            return
-        yield first, step
+    for period in PERIODS:
+        for step in dict.fromkeys((unit * period, unit)):
+            own = first + (count - first) % step
+            if 6 * (own + step) <= count:
+                yield own, step
         first *= 2
 
 
