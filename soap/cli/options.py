@@ -113,12 +113,12 @@ def add_kernels(parser: Parser) -> None:
     """Add ``--kernels KIND``."""
     parser.add_argument(
         "--kernels",
-        choices=KERNELS,
         default=KERNELS[0],
+        metavar="KIND",
         help="what runs on GPUs, and what it keeps: each call by itself, as soap-run has it (eager); activations, norms, softmax and "
         "losses in one kernel an operator, as torch.compile makes them (compiled), or those that Apex, Megatron and Transformer Engine "
         "have by hand (fused); +overlap: products and attention run in parts with the collectives of what they gather and scatter; "
-        "other than eager ones are estimated (default %(default)s)",
+        "+flash2: FlashAttention-2 on Hopper, too, not cuDNN's; other than eager ones are estimated (default %(default)s)",
     )
 
 

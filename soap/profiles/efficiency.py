@@ -40,8 +40,8 @@ class Shares:
     memory: float
 
 
-def shares(device: DeviceType, kind: str, kernel: Kernel, *, backward: bool = False) -> Shares:
-    """What a kernel of an operator of this kind reaches on a device."""
+def shares(device: DeviceType, kind: str, kernel: Kernel, *, backward: bool = False, flash2: bool = False) -> Shares:
+    """What a kernel of an operator of this kind reaches on a device. ``flash2``: attention is that of FlashAttention-2 everywhere."""
     if not _knows(device):
         return Shares(1.0 if device.is_measured else PEAK_SHARE, memory_share(device))
     dtype = kernel.dtype_on(device.kind)
@@ -50,16 +50,16 @@ def shares(device: DeviceType, kind: str, kernel: Kernel, *, backward: bool = Fa
     if kernel.unaligned and family == "product":
         arithmetic = _value("unaligned_product").get(dtype, arithmetic)
     if kernel.scores is not None and dtype in ("bfloat16", "float16"):
-        arithmetic = _flash_attention(device.flops(dtype), kernel.scores, backward)
+        arithmetic = _flash_attention(device.flops(dtype), kernel.scores, backward, flash2)
     memory = _value("kind_memory_backward" if backward else "kind_memory").get(kind, {}).get(dtype, _value("memory"))
     if device.is_measured:
         return Shares(arithmetic / _value("large_product").get(dtype, product), memory / _value("memory"))
     return Shares(arithmetic, memory)
 
 
-def _flash_attention(rate: float, scores: Scores, backward: bool) -> float:
+def _flash_attention(rate: float, scores: Scores, backward: bool, flash2: bool) -> float:
     """The share of the peak, by the table of the GPU whose peak is nearest to a rate."""
-    tables: list[Mapping[str, Any]] = list(_value("flash_attention").values())
+    tables: list[Mapping[str, Any]] = list({**_value("flash_attention"), **(_value("flash_attention_2") if flash2 else {})}.values())
     table = min(tables, key=lambda own: abs(log(own["peak"] / rate)))
     widths = table[f"{'masked' if scores.masked else 'full'} {'backward' if backward else 'forward'}"]
     by_width = {int(width): _between(dict(zip(table["lengths"], own, strict=True)), scores.keys) for width, own in widths.items()}

@@ -23,7 +23,7 @@ from soap.profiles import efficiency
 from soap.profiles.efficiency import PEAK_SHARE
 from soap.profiles.work import Kernel, backward_work, constants, forward_work, half_work, light_work
 from soap.simulator.costs import nanoseconds
-from soap.simulator.kernels import Kernels
+from soap.simulator.kernels import FLASH2, Kernels
 from soap.strategy.compression import Compression
 from soap.strategy.division import Half
 
@@ -50,7 +50,7 @@ class RooflineCosts:
     def __init__(self, topology: Topology, optimizer_states: int = 2, kernels: Kernels = "eager") -> None:
         """``optimizer_states``: tensors of a parameter's size that the optimizer keeps for it (Adam 2, momentum 1, plain SGD 0).
         ``kernels``: those that the graphs which are asked about have (``simulator.kernels.joined``)."""
-        self.optimizer_states, self.kernels = optimizer_states, kernels
+        self.optimizer_states, self.kernels, self._flash2 = optimizer_states, kernels, FLASH2 in kernels.split("+")
         types = {device.type.name: device.type for device in topology.devices}
         self._types = tuple(types[name] for name in sorted(types))
         self._tiles: dict[AnswerKey, int] = {}
@@ -89,12 +89,12 @@ class RooflineCosts:
     def light_ns(self, graph: OperatorGraph, tile: Tile, device: DeviceType) -> int:
         """Forward pass of a tile without its product."""
         work = light_work(graph, tile)
-        return nanoseconds(work_seconds(work, device, graph.operators[tile.operator].kind, backward=False) + runtime_seconds(device))
+        return nanoseconds(self._seconds(work, graph, tile, device, backward=False))
 
     def half_ns(self, graph: OperatorGraph, tile: Tile, device: DeviceType, half: Half) -> int:
         """Input or weight gradients of a tile that has both."""
         work = half_work(graph, tile, half)
-        return nanoseconds(work_seconds(work, device, graph.operators[tile.operator].kind, backward=True) + runtime_seconds(device))
+        return nanoseconds(self._seconds(work, graph, tile, device, backward=True))
 
     def launch_ns(self, graph: OperatorGraph, tile: Tile, device: DeviceType, *, backward: bool) -> int:
         """Nothing: a pass has its launches in it."""
@@ -126,14 +126,17 @@ class RooflineCosts:
             if len(self._tiles) >= CACHE_ENTRIES:
                 self._tiles.clear()
             work = backward_work(graph, tile) if backward else forward_work(graph, tile)
-            seconds = work_seconds(work, device, graph.operators[tile.operator].kind, backward=backward) + runtime_seconds(device)
-            answer = self._tiles[key] = nanoseconds(seconds)
+            answer = self._tiles[key] = nanoseconds(self._seconds(work, graph, tile, device, backward=backward))
         return answer
 
+    def _seconds(self, work: Iterable[Kernel], graph: OperatorGraph, tile: Tile, device: DeviceType, *, backward: bool) -> float:
+        kind = graph.operators[tile.operator].kind
+        return work_seconds(work, device, kind, backward=backward, flash2=self._flash2) + runtime_seconds(device)
 
-def work_seconds(work: Iterable[Kernel], device: DeviceType, kind: str, *, backward: bool) -> float:
-    """Time of these kernels of an operator of this kind, one after the other."""
-    return sum((_kernel_seconds(kernel, device, kind, backward) for kernel in work), 0.0)
+
+def work_seconds(work: Iterable[Kernel], device: DeviceType, kind: str, *, backward: bool, flash2: bool = False) -> float:
+    """Time of these kernels of an operator of this kind, one after the other. ``flash2``: as for ``efficiency.shares``."""
+    return sum((_kernel_seconds(kernel, device, kind, backward, flash2) for kernel in work), 0.0)
 
 
 def runtime_seconds(device: DeviceType) -> float:
@@ -141,9 +144,9 @@ def runtime_seconds(device: DeviceType) -> float:
     return TILE_CALLS * device.kernel_seconds if device.kind == "cpu" else 0.0
 
 
-def _kernel_seconds(kernel: Kernel, device: DeviceType, kind: str, backward: bool) -> float:
+def _kernel_seconds(kernel: Kernel, device: DeviceType, kind: str, backward: bool, flash2: bool) -> float:
     """On a GPU light calls have kernels of their own, behind the operator's; on a CPU their operands are still in the caches."""
-    share = efficiency.shares(device, kind, kernel, backward=backward)
+    share = efficiency.shares(device, kind, kernel, backward=backward, flash2=flash2)
     rate, bandwidth = device.flops(kernel.dtype_on(device.kind)) * share.arithmetic, device.memory_bandwidth_bytes_per_second * share.memory
     if device.kind == "cpu":
         calls = (kernel.calls + kernel.inner_calls) * device.kernel_seconds

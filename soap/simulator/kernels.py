@@ -8,22 +8,24 @@ backward pass (a norm, an activation, a softmax, a loss). Kernels do not reach o
 With ``+overlap`` a product or an attention and the collectives of its edges run in parts: a device begins with its own part of what it
 gathers, and computes on each other part while the next one travels; so do the parts of what it sums and scatters (Megatron's
 ``--tp-comm-overlap``, asynchronous tensor parallelism of torchtitan, attention over a ring). The collective then takes what is left of its
-time after all but one part of the computation. Sums that are not scattered do not overlap.
+time after all but one part of the computation. Sums that are not scattered do not overlap. With ``+flash2`` attention on Hopper is that of
+FlashAttention-2, as torch took it before it took cuDNN's, and as libraries call it by name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Literal
 
 from soap.errors import ProfileError
 from soap.model.dtypes import is_differentiable
 from soap.model.graph import Footprint, Operator, OperatorGraph
 from soap.strategy.recomputation import PRODUCTS
 
-Kernels = Literal["eager", "compiled", "fused", "compiled+overlap", "fused+overlap"]
-KERNELS: tuple[Kernels, ...] = ("eager", "compiled", "fused", "compiled+overlap", "fused+overlap")
+Kernels = str
+"""One of ``KERNELS``, with any of ``ADDED`` after it, each behind a plus sign."""
+KERNELS = ("eager", "compiled", "fused")
+OVERLAP, FLASH2 = ADDED = ("overlap", "flash2")
 
 FUSED = frozenset(
     {"linear", "scaled_dot_product_attention", "softmax", "layer_norm", "rms_norm", "cross_entropy_loss", "add", "mul", "dropout"}
@@ -34,19 +36,19 @@ before attention, scaled masked softmax, norms, bias with dropout and addition, 
 
 def check_kernels(kernels: str) -> None:
     """Raise ProfileError in one line if there are no such kernels."""
-    if kernels not in KERNELS:
-        raise ProfileError(f"kernels {kernels!r}: expected one of {', '.join(KERNELS)}")
+    kind, *added = kernels.split("+")
+    if kind not in KERNELS or not set(added) <= set(ADDED):
+        raise ProfileError(f"kernels {kernels!r}: expected one of {', '.join(KERNELS)}, to which may be added +{' or +'.join(ADDED)}")
 
 
 def joined(graph: OperatorGraph, kernels: Kernels) -> OperatorGraph:
     """The graph with operators and footprints as these kernels have them on GPUs; itself if they are eager."""
     check_kernels(kernels)
-    if kernels == "eager":
-        return graph
-    kind, _, overlap = kernels.partition("+")
-    own = replace(graph, operators=tuple(_joined(op) if kind == "compiled" or op.kind in FUSED else op for op in graph.operators))
-    own = replace(own, footprints=_Joined(graph, own))
-    if not overlap:
+    own, (kind, *added) = graph, kernels.split("+")
+    if kind != "eager":
+        own = replace(graph, operators=tuple(_joined(op) if kind == "compiled" or op.kind in FUSED else op for op in graph.operators))
+        own = replace(own, footprints=_Joined(graph, own))
+    if OVERLAP not in added:
         return own
     return replace(own, operators=tuple(replace(op, overlaps=True) if op.kind in PRODUCTS else op for op in own.operators))
 

@@ -81,6 +81,8 @@ def test_flash_attention_is_as_fast_as_its_table_says() -> None:
     halfway = [shares(A100, ATTENTION, plain("float16", scores=Scores(keys, 128, False))).arithmetic for keys in lengths]
     assert halfway == pytest.approx([151 / 312, 151 / 312, 162 / 312, 173 / 312, 203 / 312], rel=1e-3)
     assert shares(A100, ATTENTION, plain("bfloat16", scores=Scores(512, 32, True))).arithmetic == pytest.approx(88 / 312)
+    hopper = [shares(H200, ATTENTION, plain("bfloat16", scores=Scores(8192, 128, True)), flash2=own).arithmetic for own in (False, True)]
+    assert hopper == pytest.approx([644 / 989.5, 333 / 989.5])
 
 
 @pytest.mark.parametrize(("heads", "keys", "width"), [(32, 128, 64), (8, 512, 64), (8, 1024, 64), (2, 4096, 128), (1, 8192, 128)])
@@ -108,6 +110,8 @@ def test_scores_of_an_attention_come_with_its_work_and_through_json() -> None:
     (position,) = (i for i, op in enumerate(graph.operators) if op.kind == ATTENTION)
     (tile,) = tiles_of(graph, position, single_device(graph, cluster([1])).operators[graph.operators[position].name])
     assert {kernel.scores for kernel in forward_work(graph, tile)} == {Scores(256, 64, False)}
+    usual, older = (RooflineCosts(cluster([1], H200), 2, kernels).forward_ns(graph, tile, H200) for kernels in ("eager", "eager+flash2"))
+    assert older > usual
     for scores in (None, Scores(256, 64, True)):
         kernel = Kernel("bfloat16", 2.0, 3, 4, 5, 6, 7, unaligned=True, scores=scores)
         entry = Entry(ATTENTION, TileKey("f", (1,), (), True), Timing(1.0, 0.0), None, 3, (kernel,), (), "2026-01-02T03:04:05+00:00")
