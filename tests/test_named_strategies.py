@@ -14,7 +14,7 @@ from soap.cli.plain_text import sync_document, sync_text
 from soap.cluster.presets import preset
 from soap.errors import StrategyError
 from soap.strategy.classical import CLASSICAL, NAMED, data_parallel, hybrid, megatron, zero1
-from soap.strategy.megatron import copied_stages
+from soap.strategy.megatron import copied_stages, three_dimensional
 from soap.strategy.named import ADDED, MEANT, SAVING, check_name, named, saving_names, saving_starts, usual_names, without_effect
 from soap.strategy.stages import chunks_of, devices_of_stages
 from soap.strategy.sync import SHARDED, SHARDED_IN_HOSTS, SHARDED_STATE, saving_memory, worded
@@ -49,6 +49,8 @@ def test_mixtures_take_operators_from_one_and_synchronization_from_the_other() -
         ("megatron:0", "'megatron:0'; expected megatron:N, in groups of N devices"),
         ("megatron:many", "expected megatron:N"),
         ("data_parallel:2", "'data_parallel:2'; expected megatron:N"),
+        ("data_parallel+context:2", "'context:2' is for groups; expected it as in megatron:N+experts:E"),
+        ("megatron:2+context:0", "'context:0' is for groups"),
         ("", "no strategy is named ''"),
     ],
 )
@@ -69,6 +71,17 @@ def test_micro_batches_may_be_put_on_top() -> None:
     for name in ("data_parallel+microbatches", "data_parallel+microbatches:0", "data_parallel+microbatches:x"):
         with pytest.raises(StrategyError, match=r"cannot be put on top of another one; expected one of .*, microbatches:N"):
             check_name(name)
+
+
+def test_groups_share_positions_beside_stages() -> None:
+    """On four devices of a stage: two groups of two, of which each has half of the positions."""
+    found = named("megatron:2x2+context:2", GRAPH, TOPOLOGY)
+    assert found == three_dimensional(GRAPH, TOPOLOGY, tensor=2, pipeline=2, context=2) != named("megatron:2x2", GRAPH, TOPOLOGY)
+    assert named("sequence_parallel:2+context:4", GRAPH, TOPOLOGY) == hybrid(GRAPH, TOPOLOGY, tensor=2, context=4, scatters=True)
+    products = [op for op in GRAPH.operators if op.kind == "linear" and len(op.factors) > 2]
+    assert products and all(found.operators[op.name].degrees[1] == 2 for op in products)
+    with pytest.raises(StrategyError, match="expected a model with sequences"):
+        named("megatron:2+context:2", mlp(), TOPOLOGY)
 
 
 def test_groups_that_the_cluster_has_not_are_refused() -> None:

@@ -95,11 +95,12 @@ def three_dimensional(
     pipeline: int,
     microbatches: int = 1,
     scatters: bool = False,
+    context: int = 1,
     experts: ExpertMapping | None = None,
 ) -> Strategy:
     """``hybrid`` as a pipeline by 1F1B: an operator reads what its own stage or one before it makes. The rest as in ``staged``.
     StrategyError as from ``hybrid``."""
-    _require_groups(graph, topology, tensor, pipeline)
+    _require_groups(graph, topology, tensor * context, pipeline)
     blocks, chains, before = balanced_blocks(operator_work(graph), pipeline), find_chains(graph), list[int]()
     while blocks != before:
         before = list(blocks)
@@ -112,8 +113,10 @@ def three_dimensional(
                 if operand.tensor in graph.producers:
                     maker = graph.producers[operand.tensor][0]
                     blocks[maker] = min(blocks[maker], blocks[i])
-    groups = copied_stages(topology, tensor=tensor, pipeline=pipeline)
-    strategy = staged(graph, topology, blocks, groups, tensor=tensor, microbatches=microbatches, scatters=scatters, experts=experts)
+    groups = copied_stages(topology, tensor=tensor * context, pipeline=pipeline)
+    strategy = staged(
+        graph, topology, blocks, groups, tensor=tensor, microbatches=microbatches, scatters=scatters, context=context, experts=experts
+    )
     return replace(strategy, stages=stages_of(graph, blocks), schedule="1f1b")
 
 
@@ -173,6 +176,8 @@ class _Placement:
         self._graph, self._orders, self._device_count, self._scatters = graph, orders, device_count, scatters
         self._chains, self._context = find_chains(graph), context
         self._positions = positions(graph, context)
+        if context > 1 and not self._positions:
+            raise StrategyError(f"groups of {context} that share positions of sequences; expected a model with sequences of such a length")
         self._chosen: dict[int, OpConfig] = {}
         self._few: dict[int, OpConfig] = {}
         self._gathered: set[int] = set()

@@ -36,8 +36,8 @@ SIMULATED = (PIPELINE, RALP)
 """What is found by simulating."""
 RECOMPUTE, SELECTIVE, OFFLOAD, OFFLOAD_KEPT = "recompute", "selective", "offload", "offload_kept"
 UNEVEN = "uneven"
-MICRO_BATCHES = "microbatches"
-"""With ``WIDTH`` and a number behind it."""
+MICRO_BATCHES, CONTEXT = "microbatches", "context"
+"""With ``WIDTH`` and a number behind each."""
 OF_EXPERTS = "experts"
 """With ``WIDTH`` and in how many parts they are divided behind it, and perhaps ``STAGES`` and how many devices split each matrix."""
 
@@ -109,10 +109,10 @@ def check_name(name: str) -> None:
             if base not in SERVED:
                 raise StrategyError(f"strategy {name[:80]!r}: {added[:80]!r} is for servers and workers; expected it behind {_counted()}")
             parse(added)
-        elif added.startswith(OF_EXPERTS):
-            if base not in GROUPED or _mapping(added) is None:
-                wanted = f"{MEGATRON}{WIDTH}N{JOIN}{OF_EXPERTS}{WIDTH}E, or {OF_EXPERTS}{WIDTH}E{STAGES}T"
-                raise StrategyError(f"strategy {name[:80]!r}: {added[:80]!r} divides experts; expected it as in {wanted}")
+        elif added.startswith((OF_EXPERTS, CONTEXT)):
+            if base not in GROUPED or (_mapping(added) is None and _count(added, CONTEXT) is None):
+                wanted = f"{MEGATRON}{WIDTH}N{JOIN}{OF_EXPERTS}{WIDTH}E, {OF_EXPERTS}{WIDTH}E{STAGES}T, or {CONTEXT}{WIDTH}C"
+                raise StrategyError(f"strategy {name[:80]!r}: {added[:80]!r} is for groups; expected it as in {wanted}")
         elif _added(added) is None:
             known = f"{', '.join(ADDED)}, {MICRO_BATCHES}{WIDTH}N{did_you_mean(added, ADDED)}"
             raise StrategyError(f"strategy {name[:80]!r}: {added[:80]!r} cannot be put on top of another one; expected one of {known}")
@@ -125,16 +125,22 @@ def forms() -> str:
         f"{', '.join((*NAMED, *SIMULATED))}; {MEGATRON}{WIDTH}N (in groups of N devices); {MEGATRON}{WIDTH}N{STAGES}P (in P "
         f"stages of such groups, by 1F1B; {SEQUENCE_PARALLEL} likewise); {RALP}{WIDTH}N (on N devices of servers); "
         f"{stale}; with {JOIN}{f' or {JOIN}'.join(ADDED)} or {JOIN}{MICRO_BATCHES}{WIDTH}N (in N parts of the samples) behind it; "
-        f"{MEGATRON} also with {JOIN}{OF_EXPERTS}{WIDTH}E (in E parts)"
+        f"{MEGATRON} also with {JOIN}{OF_EXPERTS}{WIDTH}E (in E parts) or {JOIN}{CONTEXT}{WIDTH}C (C groups share positions of sequences)"
     )
 
 
 def _added(name: str) -> Added | None:
     """What is put on top of a strategy by this name; None if nothing is."""
-    first, _, count = name.partition(WIDTH)
-    if first != MICRO_BATCHES or not _is_count(count):
+    count = _count(name, MICRO_BATCHES)
+    if count is None:
         return ADDED.get(name)
-    return lambda graph, topology, strategy: in_micro_batches(graph, strategy, int(count))
+    return lambda graph, topology, strategy: in_micro_batches(graph, strategy, count)
+
+
+def _count(added: str, name: str) -> int | None:
+    """The number behind this name; None if it is another one, or has none."""
+    first, _, count = added.partition(WIDTH)
+    return int(count) if first == name and _is_count(count) else None
 
 
 def _mapping(added: str) -> ExpertMapping | None:
@@ -165,15 +171,15 @@ def named(name: str, graph: OperatorGraph, topology: Topology, found_one: Strate
         strategy = SERVED[base](graph, topology, int(width) if found else None)
     elif base in GROUPED:
         tensor, _, stages = (width or str(tensor_parallel_width(topology))).partition(STAGES)
-        parts = next((int(added.partition(WIDTH)[2]) for added in rest if added.startswith(MICRO_BATCHES)), 1)
+        parts, context = (next((n for added in rest if (n := _count(added, own)) is not None), 1) for own in (MICRO_BATCHES, CONTEXT))
         make, scatters = three_dimensional if stages else hybrid, base == SEQUENCE_PARALLEL
         own = next((lie for added in rest if (lie := _mapping(added)) is not None), None)
-        degrees = {"tensor": int(tensor), "pipeline": int(stages or 1), "microbatches": parts}
+        degrees = {"tensor": int(tensor), "pipeline": int(stages or 1), "microbatches": parts, "context": context}
         strategy = make(graph, topology, **degrees, scatters=scatters, experts=own)
     else:
         strategy = NAMED[base](graph, topology)
     for added in rest:
-        if _mapping(added) is not None:
+        if _mapping(added) is not None or _count(added, CONTEXT) is not None:
             continue
         add = _added(added)
         strategy = replace(strategy, consistency=added) if add is None else add(graph, topology, strategy)
