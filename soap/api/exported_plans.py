@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from soap.api.large_plans import Estimate, estimate
 from soap.api.models import Cluster, Model, graph_of, topology_of
 from soap.api.predictions import simulator_for
 from soap.cluster.topology import Topology
@@ -18,8 +19,7 @@ from soap.model.graph import OperatorGraph
 from soap.plan.compression.training import PlannedTraining
 from soap.plan.syncs.bucketing import BUCKET_BYTES, gather_limit
 from soap.simulator.costs import CostSource
-from soap.simulator.folded import FoldedSimulation
-from soap.simulator.simulate import Simulation, Simulator
+from soap.simulator.simulate import MOST_PLANNED_TILES, Simulator, tile_count
 from soap.strategy.config import Strategy
 from soap.strategy.diff import Comparison, compare
 from soap.strategy.grids import tensor_parallel_width
@@ -38,7 +38,7 @@ class Candidate:
     configuration: Configuration
     strategy: Strategy
     wrapped: Wrapped
-    predicted: Simulation | FoldedSimulation
+    predicted: Estimate
 
     @property
     def gathers(self) -> bool:
@@ -58,7 +58,7 @@ class ExportedPlan:
     compared: tuple[Candidate, ...]
     strategy: Strategy
     comparison: Comparison
-    planned: Simulation | FoldedSimulation
+    planned: Estimate
     notes: tuple[str, ...]
 
     @property
@@ -67,7 +67,7 @@ class ExportedPlan:
         return self.chosen.configuration
 
     @property
-    def exported(self) -> Simulation | FoldedSimulation:
+    def exported(self) -> Estimate:
         """The file's prediction."""
         return self.chosen.predicted
 
@@ -93,7 +93,7 @@ def export_plan(
     simulator = simulator_for(graph, topology, costs=costs)
 
     def fastest(strategies: Sequence[Strategy]) -> int:
-        return min(range(len(strategies)), key=lambda i: simulator.predict(strategies[i]).makespan_ns)
+        return min(range(len(strategies)), key=lambda i: estimate(simulator, strategies[i]).makespan_ns)
 
     found, layers = nearest(target, graph, topology, strategy, fastest), Layers(graph)
     others = () if nearest_only else near(target, topology, layers, found.configuration)[1:]
@@ -105,20 +105,23 @@ def export_plan(
     best_ns = min(own.predicted.makespan_ns for own in able)
     chosen = next(own for own in able if own.predicted.makespan_ns <= AS_FAST * best_ns)
     means = meaning(graph, topology, chosen.configuration)
-    planned = simulator.predict(strategy)
+    planned = estimate(simulator, strategy)
     comparison = compare(*(load_contents(dumps(own, graph, topology)) for own in (strategy, means)))
     text = target.write(_written(target, chosen.configuration, simulator, layers, autocast, (planned, chosen.predicted)))
     return ExportedPlan(target, text, chosen, candidates, means, comparison, planned, found.notes)
 
 
 def _predicted(simulators: dict[Wrapped, Simulator], own: Configuration, wrapped: Wrapped) -> Candidate:
-    """Where the target keeps values that others update, it gathers them before their first uses, not after the update."""
+    """Where the target keeps values that others update, it gathers them before their first uses, not after the update. Plans of very many
+    tiles are priced as if parameters came together as in SOAP: engines know no other way."""
     usual = simulators[USUAL]
     strategy = meaning(usual.graph, usual.topology, replace(own, sharing="fsdp") if own.sharing == "zero1" and wrapped.kept else own)
+    if tile_count(strategy) > MOST_PLANNED_TILES:
+        wrapped = USUAL
     if wrapped not in simulators:
         training = PlannedTraining(wrapped=wrapped)
         simulators[wrapped] = Simulator(usual.graph, usual.topology, usual.costs, usual.optimizer_states, training)
-    return Candidate(own, strategy, wrapped, simulators[wrapped].predict(strategy))
+    return Candidate(own, strategy, wrapped, estimate(simulators[wrapped], strategy))
 
 
 def _written(
@@ -127,7 +130,7 @@ def _written(
     simulator: Simulator,
     layers: Layers,
     autocast: str | None,
-    predicted: tuple[Simulation | FoldedSimulation, Simulation | FoldedSimulation],
+    predicted: tuple[Estimate, Estimate],
 ) -> Written:
     graph, topology = simulator.graph, simulator.topology
     planned, exported = (f"{own.makespan_ns / 1e6:.3f} ms" for own in predicted)

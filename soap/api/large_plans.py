@@ -30,6 +30,30 @@ class LargePrediction:
         return self.peak_bytes <= self.available_bytes and not self.lacking_bytes
 
 
+@dataclass(frozen=True)
+class Estimate:
+    """A plan's time. ``peak_bytes``: of the device that is filled most. ``overflow_bytes``: those that devices and hosts lack; of a large
+    plan this device and the hosts."""
+
+    makespan_ns: int
+    peak_bytes: int
+    overflow_bytes: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether neither devices nor hosts lack memory."""
+        return self.overflow_bytes == 0
+
+
+def estimate(simulator: Simulator, strategy: Strategy) -> Estimate:
+    """The time and the memory of a plan of any size."""
+    large = large_prediction(simulator, strategy)
+    if large is None:
+        own = simulator.predict(strategy)
+        return Estimate(own.makespan_ns, max(own.peak_bytes), own.overflow_bytes)
+    return Estimate(large.makespan_ns, large.peak_bytes, max(0, large.peak_bytes - large.available_bytes) + large.lacking_bytes)
+
+
 @collector.seldom()
 def large_prediction(
     simulator: Simulator, strategy: Strategy, *, whole: bool = True, tiles: int | None = None

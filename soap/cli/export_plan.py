@@ -78,7 +78,7 @@ def document(found: ExportedPlan, path: str) -> dict[str, Any]:
 
 def _compared(one: Candidate) -> dict[str, Any]:
     own, there = attributes(one.configuration, "sharing", "prefetch"), one.predicted
-    return {**own, "ns": there.makespan_ns, "fits": there.fits, "peak_bytes": max(there.peak_bytes)}
+    return {**own, "ns": there.makespan_ns, "fits": there.fits, "peak_bytes": there.peak_bytes}
 
 
 def text(found: ExportedPlan, name: str, path: str, operators: int) -> str:
@@ -100,7 +100,7 @@ def _table(found: ExportedPlan) -> str:
     for one in found.compared:
         own, words = one.predicted, "all parameters on each" if one.configuration.sharing == "none" else _shared(found.target, one)
         mark = "written" if one is found.chosen else "" if own.fits else "does not fit"
-        rows_of.append((words, milliseconds(own.makespan_ns), format_bytes(max(own.peak_bytes)), mark))
+        rows_of.append((words, milliseconds(own.makespan_ns), format_bytes(own.peak_bytes), mark))
     return aligned(rows_of, "")
 
 

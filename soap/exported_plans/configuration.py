@@ -101,7 +101,7 @@ def placement(graph: OperatorGraph, topology: Topology, configuration: Configura
     """Where operators are by a configuration, without what it says of parameters and recomputation. StrategyError if it cannot be."""
     base, width, pipeline = configuration.base, configuration.width, configuration.pipeline
     if pipeline is not None:
-        return _pipelined(graph, topology, pipeline, width, configuration.microbatches)
+        return _pipelined(graph, topology, pipeline, configuration)
     if base == "single":
         strategy = single_device(graph, topology, configuration.device)
     elif base == "context":
@@ -115,15 +115,16 @@ def placement(graph: OperatorGraph, topology: Topology, configuration: Configura
     return replace(strategy, microbatches=configuration.microbatches)
 
 
-def _pipelined(graph: OperatorGraph, topology: Topology, pipeline: Pipeline, width: int, microbatches: int) -> Strategy:
+def _pipelined(graph: OperatorGraph, topology: Topology, pipeline: Pipeline, own: Configuration) -> Strategy:
     """Stages take neighbouring devices, as in all of these trainers: the pipeline's is the outermost dimension of their meshes."""
     order, count = device_order(topology), pipeline.stages
     each = len(order) // count
     homes = [order[stage * each : (stage + 1) * each] for stage in range(count)]
     blocks = [pipeline.stage_of[chunk] for chunk in pipeline.chunks]
-    strategy = staged(graph, topology, blocks, homes, tensor=width, microbatches=microbatches)
+    scatters = own.base == "sequence"
+    strategy = staged(graph, topology, blocks, homes, tensor=own.width, microbatches=own.microbatches, scatters=scatters)
     stages = stages_of(graph, pipeline.chunks)
-    return replace(strategy, stages=stages, schedule=pipeline.schedule, microbatches=microbatches)
+    return replace(strategy, stages=stages, schedule=pipeline.schedule, microbatches=own.microbatches)
 
 
 def shared(graph: OperatorGraph, topology: Topology, strategy: Strategy, sharing: Sharing) -> Strategy:

@@ -104,11 +104,10 @@ def _candidates(
         for width in widths(graph, topology, base, world):
             yield from _divided(target, Configuration(base, width, world, samples), strategy.microbatches)
     if pipeline is not None:
-        splits: Base = "tensor" if "tensor" in target.bases else "sequence"
-        for width in (1, *(widths(graph, topology, "tensor", world // pipeline.stages) if splits in target.bases else ())):
-            base = "data" if width == 1 else splits
-            own = Configuration(base, width, world, samples, pipeline=pipeline)
-            yield from _divided(target, own, strategy.microbatches)
+        splits: list[Base] = [base for base in ("tensor", "sequence") if base in target.bases]
+        shapes = [("data", 1), *((base, width) for base in splits for width in widths(graph, topology, base, world // pipeline.stages))]
+        for base, width in shapes:
+            yield from _divided(target, Configuration(base, width, world, samples, pipeline=pipeline), strategy.microbatches)
 
 
 def _divided(target: Target, configuration: Configuration, microbatches: int) -> Iterator[Configuration]:
