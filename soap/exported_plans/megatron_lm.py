@@ -87,6 +87,7 @@ def _quoted(value: object) -> str:
 TARGET = Target(
     "megatron", "Megatron-LM", "core 0.19.0", ".sh", ("data", "tensor", "sequence", "context", "expert", "single"),
     ("none", "zero1", "fsdp", "hsdp"), ("none", "selective", "full"), True, write, allows, SCHEDULES,
-    ("sizes of the model (--num-layers, --hidden-size, …) are yours to add", "selective recomputation there is of attention alone"),
+    ("sizes of the model (--num-layers, --hidden-size, …) are yours to add", "selective recomputation there is of attention alone",
+     "before Blackwell, tensor and context parallelism there want CUDA_DEVICE_MAX_CONNECTIONS=1 in the environment"),
     wraps, (1, 2, 3, 4),
 )  # fmt: skip

@@ -120,6 +120,17 @@ def test_what_a_target_knows_it_is_told(target: str) -> None:
         assert found.exported.makespan_ns == found.planned.makespan_ns or found.chosen.wrapped != USUAL
 
 
+@pytest.mark.parametrize(("target", "words"), [("megatron", "--sequence-parallel"), ("torchtitan", "tensor_parallel_degree = 2")])
+def test_stages_whose_layers_are_split_along_sequences_too(target: str, words: str) -> None:
+    piped = exported("pipeline:1f1b", target).configuration
+    split = replace(piped, base="sequence", width=2)
+    plan = meaning(graph(), cluster(), split)
+    found = export_plan(plan, graph(), cluster(), target, nearest_only=True)
+    assert found.configuration == split and found.comparison.equal and words in found.text
+    whole = meaning(graph(), cluster(), replace(split, base="tensor"))
+    assert plan != whole and export_plan(whole, graph(), cluster(), "megatron", nearest_only=True).configuration.base == "tensor"
+
+
 @each
 @every
 def test_what_differs_is_listed(name: str, target: str) -> None:
