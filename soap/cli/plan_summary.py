@@ -196,6 +196,8 @@ def budgeted_text(found: Mapping[str, Any]) -> str:
 SINGLE = "single_device"
 FOUND = "found"
 """The name of the found strategy in reports."""
+SUMS = {"float32": "float32", "own": "the activations' own type"}
+"""What people are told of ``OperatorGraph.sum_dtype``."""
 MOST_OPERATORS = 16
 """Rows of the list of operators; the strategy file has all."""
 
@@ -217,6 +219,7 @@ def document(simulator: Simulator, strategy: Strategy, simulation: Simulation | 
     about["cluster"]["shared_cores"] = shared_cores(topology)
     return {
         **about,
+        **({"sum_dtype": graph.sum_dtype} if graph.sum_dtype else {}),
         "same_as": next((name for name, own in usual.items() if own == strategy), None),
         "costs": costs_record(simulator, simulation.tasks),
         "folded": _folded(simulator, strategy, simulation),
@@ -254,6 +257,7 @@ def text(report: Mapping[str, Any], name: str, why: str = "") -> str:
         + f"{model['name']} ({model['operators']} operators) on {cluster['name']} ({len(cluster['devices'])} devices)\n"
         f"costs: {report['costs']['description']}\n{resting(report['costs'])}"
         + (f"\nlinks: {report['costs']['links']}" if report["costs"]["links"] else "")
+        + (f"\npartial results: made, sent and added up in {SUMS[sums]}" if (sums := report.get("sum_dtype")) else "")
         + (f"\n{crowded(len(cluster['devices']), crowd)}" if crowd else "")
         + (f"\n{_idle(report)}" if report["idle_devices"] else "")
         + (f"\n{_folding(report['folded'])}" if report["folded"] else ""),
