@@ -81,7 +81,7 @@ def add_reading(parser: Parser) -> None:
         "type in which partial results of split operators are made, sent and added up if their sum is of a 16-bit type: float32, or the "
         "sum's own, as in Megatron-LM (default: as the strategy was made; else float32 on CPUs, own on GPUs)"
     )
-    parser.add_argument("--sum-dtype", choices=SUM_DTYPES, help=text)
+    parser.add_argument("--sum-dtype", choices=tuple(SUM_DTYPES), help=text)
     parser.add_repeatable(
         "--import",
         metavar="MODULE",

@@ -15,7 +15,7 @@ from soap.cli.plain_text import and_more, attributes, devices, left_last, listed
 from soap.cluster.topology import Topology
 from soap.model import sparse_shares
 from soap.model.batch import samples_of
-from soap.model.graph import OperatorGraph
+from soap.model.graph import SUM_DTYPES, OperatorGraph
 from soap.model.json_text import option_texts
 from soap.profiles import shares
 from soap.search.deciding import FASTEST, SAFE, Answer
@@ -196,8 +196,6 @@ def budgeted_text(found: Mapping[str, Any]) -> str:
 SINGLE = "single_device"
 FOUND = "found"
 """The name of the found strategy in reports."""
-SUMS = {"float32": "float32", "own": "the activations' own type"}
-"""What people are told of ``OperatorGraph.sum_dtype``."""
 MOST_OPERATORS = 16
 """Rows of the list of operators; the strategy file has all."""
 
@@ -257,7 +255,7 @@ def text(report: Mapping[str, Any], name: str, why: str = "") -> str:
         + f"{model['name']} ({model['operators']} operators) on {cluster['name']} ({len(cluster['devices'])} devices)\n"
         f"costs: {report['costs']['description']}\n{resting(report['costs'])}"
         + (f"\nlinks: {report['costs']['links']}" if report["costs"]["links"] else "")
-        + (f"\npartial results: made, sent and added up in {SUMS[sums]}" if (sums := report.get("sum_dtype")) else "")
+        + (f"\npartial results: made, sent and added up in {SUM_DTYPES[sums]}" if (sums := report.get("sum_dtype")) else "")
         + (f"\n{crowded(len(cluster['devices']), crowd)}" if crowd else "")
         + (f"\n{_idle(report)}" if report["idle_devices"] else "")
         + (f"\n{_folding(report['folded'])}" if report["folded"] else ""),

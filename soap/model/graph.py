@@ -34,8 +34,8 @@ def is_rounded_by_default(kind: str) -> bool:
 
 
 NARROW = ("bfloat16", "float16")
-SUM_DTYPES = ("float32", "own")
-"""Types in which partial results of tensors of ``NARROW`` types are made, sent and added up: float32, or the tensor's own."""
+SUM_DTYPES = {"float32": "float32", "own": "the activations' own type"}
+"""Types in which partial results of tensors of ``NARROW`` types are made, sent and added up, and how people are told."""
 LOCAL_BATCH_NORM = "batch_norm_local"
 """Kind of a batch norm of which each tile normalizes by its own samples."""
 NEXT_STATE = "next_state"
