@@ -12,7 +12,7 @@ from soap.cluster.overheads import NO_LATENCY_FACTOR, ColdPenalty, CollectiveLat
 from soap.cluster.topology import Device, DeviceType, Host, Link, Topology
 from soap.errors import StrategyError
 from soap.model.batch import MicroBatches, samples_of
-from soap.model.graph import DimMap, Factor, Operator, OperatorGraph, TensorKind
+from soap.model.graph import SUM_DTYPES, DimMap, Factor, Operator, OperatorGraph, TensorKind
 from soap.model.regions import Box
 from soap.schedules.named import parse
 from soap.strategy.compression import Int8, PowerSgd, Rgc, RgcAsq
@@ -54,8 +54,9 @@ def graphs(
 ) -> OperatorGraph:
     """Legal training graphs: chains, branches and joins, shared parameters, reductions, halos, slices, operators kept whole.
 
-    Some of them in bfloat16, whose partial results are in float32."""
-    g = GraphBuilder("random", draw(st.sampled_from(("float32", "float32", "bfloat16"))))
+    Some of them in bfloat16, whose partial results are in float32, or in bfloat16 as well."""
+    dtype, sum_dtype = draw(st.sampled_from((("float32", "float32"), *(("bfloat16", own) for own in SUM_DTYPES))))
+    g = GraphBuilder("random", dtype)
     b, s, d = draw(st.integers(1, 6) if batches is None else batches), draw(st.integers(1, 5)), 2 * draw(st.integers(1, 4))
     values = [g.linear(g.input("x", b, s, d), d, name="first")]
     for _ in range(draw(st.integers(0, max_moves))):
@@ -67,7 +68,7 @@ def graphs(
     held = [tensor.name for tensor in g.tensors.values() if tensor.kind is TensorKind.CONSTANT]
     if held:
         g.state(*(op.outputs[0].tensor for op in g.operators if any(operand.tensor in held for operand in op.inputs)))
-    return g.build(loss, draw(st.sampled_from((None, 0.2, 0.7))), terms)
+    return g.build(loss, draw(st.sampled_from((None, 0.2, 0.7))), terms).summed_in(sum_dtype)
 
 
 def _move(g: GraphBuilder, values: list[str], draw: st.DrawFn, moves: Sequence[str]) -> None:

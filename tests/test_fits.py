@@ -30,6 +30,7 @@ WIDE = (64, 256, 256, 64)
 
 ARGUMENTS = Namespace(
     model="model.pt2", cluster="c", memory_budget=None, batch_dim=(), batch_norm="global", autocast=None, matmul_precision=None, imports=(),
+    sum_dtype=None,
     batches="whole",
 )
 

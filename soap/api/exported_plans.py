@@ -89,7 +89,8 @@ def export_plan(
 
     StrategyError in one line if there is no such target, or the strategy is no exact step of all devices.
     """
-    target, graph, topology = target_named(to), graph_of(model), topology_of(cluster)
+    target, topology = target_named(to), topology_of(cluster)
+    graph = graph_of(model, topology)
     simulator = simulator_for(graph, topology, costs=costs)
 
     def fastest(strategies: Sequence[Strategy]) -> int:

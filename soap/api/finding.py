@@ -87,6 +87,7 @@ def _searched(
         measured_updates=options.measured_updates,
         training=options.training,
         kernels=options.kernels,
+        sum_dtype=options.sum_dtype,
     )
     for name in options.starts or ():
         if name not in (RANDOM, DYNAMIC):

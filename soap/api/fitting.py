@@ -92,7 +92,7 @@ def couples_samples(graph: OperatorGraph) -> bool:
 def smaller_zoo(graph: OperatorGraph) -> Smaller | None:
     """Makes a model of the zoo for fewer samples; None if it is no model of the zoo."""
     spec, found, _ = graph.name.partition("@")
-    return (lambda samples: planned_graph(f"{spec}@{samples}")) if spec.startswith(ZOO) and found else None
+    return (lambda samples: planned_graph(f"{spec}@{samples}", sum_dtype=graph.sum_dtype)) if spec.startswith(ZOO) and found else None
 
 
 def kept_between(plan: Plan, count: int) -> list[dict[str, int]]:

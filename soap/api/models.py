@@ -74,6 +74,7 @@ def load(
     autocast_device: str = "cpu",
     batch_norm: str = "global",
     matmul_precision: str | None = None,
+    sum_dtype: str | None = None,
     imports: Sequence[str] = (),
     weights: str | Path | None = None,
 ) -> TracedModel:
@@ -88,6 +89,9 @@ def load(
     that were loaded with the same ``batch_norm``.
     ``matmul_precision``: ``highest``, ``high`` or ``medium``, as for ``torch.set_float32_matmul_precision``, which is set for this process
     (None: left as it is). Products of float32 matrices are priced by it.
+    ``sum_dtype``: in which type the partial results of split operators are made, sent and added up if their sum is of a 16-bit type:
+    ``float32``, so that a split sum is as exact as one process's (the default where ``autocast_device`` is ``cpu``), or ``own``, the sum's
+    own type, as in Megatron-LM and DTensor (``cuda``): half of the bytes. Strategies remember it; single numbers are summed in float32.
     ``imports``: modules that define custom operators of the model, imported first.
     ``weights``: a safetensors file, or a folder with such files, as Hugging Face writes it: parameters then stay in the files until a rank
     reads its parts. Or a checkpoint, or ``init:normal:STD`` or ``init:fan_in`` (``soap.weights.initializer``). Without, they are those that
@@ -101,7 +105,7 @@ def load(
         raise ModelError(f"model {str(spec)!r} is a folder; expected a .pt2 file or zoo:NAME: name the file in it")
     model = load_model(
         str(spec), plan_only=plan_only, batch_dims=batch_dims, dtype=dtype, autocast=autocast, autocast_device=autocast_device,
-        batch_norm=batch_norm, matmul_precision=matmul_precision, imports=imports,
+        batch_norm=batch_norm, matmul_precision=matmul_precision, sum_dtype=sum_dtype, imports=imports,
     )
     if weights is not None:
         if plan_only:
@@ -179,19 +183,20 @@ def load_cluster(spec: str | Path, *, own_samples: bool = False) -> Topology:
     return replace(topology, own_samples=own_samples) if own_samples else topology
 
 
-def graph_of(model: Model, topology: Topology | None = None) -> OperatorGraph:
-    """The graph of a model, however it is given; of a file or name, for the kind of devices that will train."""
-    if isinstance(model, OperatorGraph):
-        return model
+def graph_of(model: Model, topology: Topology | None = None, sum_dtype: str | None = None) -> OperatorGraph:
+    """The graph of a model, however it is given; of a file or name, for the kind of devices that will train. ``sum_dtype``: as ``load`` has
+    it; ModelError in one line if the model was loaded with another."""
     if isinstance(model, (str, Path)):
         on_gpus = topology is not None and has_gpus(topology)
-        return planned_graph(model, autocast_device="cuda" if on_gpus else "cpu")
-    graph = getattr(model, "graph", None)
+        return planned_graph(model, autocast_device="cuda" if on_gpus else "cpu", sum_dtype=sum_dtype)
+    graph = model if isinstance(model, OperatorGraph) else getattr(model, "graph", None)
     if not isinstance(graph, OperatorGraph):
         raise ModelError(
             f"a {type(model).__name__} cannot be planned: expected a .pt2 file, a name such as zoo:gpt:tiny, or what soap.load returns; "
             'export a module first: soap.export(module, inputs, path="model.pt2")'
         )
+    if sum_dtype is not None and graph.sum_dtype not in (None, sum_dtype):
+        raise ModelError(f"model {graph.name!r} was loaded with sum_dtype {graph.sum_dtype!r}; expected {sum_dtype!r} there, too")
     return graph
 
 

@@ -54,10 +54,11 @@ def asked(
     costs: CostSource,
     memory_budget: str | None,
     kernels: Kernels = "eager",
+    sum_dtype: str | None = None,
 ) -> tuple[Simulator, Strategy]:
     """The simulator of a model on a cluster, and the strategy to simulate, which may have been named."""
     topology = with_memory_budget(topology_of(cluster), memory_budget)
-    simulator = simulator_for(model, topology, optimizer_states=optimizer_states, costs=costs, kernels=kernels)
+    simulator = simulator_for(model, topology, optimizer_states=optimizer_states, costs=costs, kernels=kernels, sum_dtype=sum_dtype)
     return simulator, simulated_name(strategy, simulator) if isinstance(strategy, str) else strategy
 
 
@@ -70,12 +71,14 @@ def simulate(
     costs: CostSource = "auto",
     memory_budget: str | None = None,
     kernels: Kernels = "eager",
+    sum_dtype: str | None = None,
 ) -> Prediction:
     """Predict one training iteration. ``strategy``: may be the name of a classical one, such as ``data_parallel``. ``optimizer_states``:
     tensors of a parameter's size that the optimizer keeps. ``memory_budget``: how much of each device's memory plans may use, such as
-    ``80%`` or ``20GB``. ``kernels``: as for ``simulator_for``. SoapError in one line if the arguments do not fit together."""
+    ``80%`` or ``20GB``. ``kernels``, ``sum_dtype``: as for ``simulator_for``. SoapError in one line if the arguments do not fit together.
+    """
     given: dict[str, Any] = {"optimizer_states": optimizer_states, "costs": costs, "memory_budget": memory_budget, "kernels": kernels}
-    simulator, strategy = asked(model, cluster, strategy, **given)
+    simulator, strategy = asked(model, cluster, strategy, **given, sum_dtype=sum_dtype)
     found = simulator.run(strategy)
     return Prediction(found.plan, found.tasks, found.schedule, found.optimizer_states, simulator, strategy)
 
@@ -142,12 +145,13 @@ def simulator_for(
     measured_updates: bool = True,
     training: PlannedTraining = PLAIN,
     kernels: Kernels = "eager",
+    sum_dtype: str | None = None,
 ) -> Simulator:
     """A simulator of this model on this cluster, with the best costs and link figures that are known. ``kernels``: which of an operator's
-    calls are one kernel on GPUs (``simulator.kernels``); measured are ``eager`` ones, so others are estimated. ProfileError if there are no
-    GPUs for them."""
+    calls are one kernel on GPUs (``simulator.kernels``); measured are ``eager`` ones, so others are estimated. ``sum_dtype``: as for
+    ``load``. ProfileError if there are no GPUs for the kernels, ModelError if the model was loaded with another ``sum_dtype``."""
     topology = with_links(topology_of(cluster), costs)
-    graph = joined(graph_of(model, topology), kernels)
+    graph = joined(graph_of(model, topology, sum_dtype), kernels)
     if kernels != "eager" and not has_gpus(topology):
         raise ProfileError(f"kernels {kernels!r} on {topology.name}: expected GPUs; on processors calls are eager")
     if kernels != "eager":

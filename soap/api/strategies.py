@@ -70,7 +70,8 @@ def load_strategy(path: str | Path, model: Model, cluster: Cluster, *, any_clust
 
     ``any_cluster``: accept a strategy that was made for another cluster with the same number of devices.
     """
-    graph, topology = graph_of(model), topology_of(cluster)
+    topology = topology_of(cluster)
+    graph = graph_of(model, topology)
     return _read_strategy(path, lambda text: json_file.loads(text, graph, topology, any_cluster=any_cluster)[0])
 
 
@@ -108,7 +109,8 @@ def save_strategy(
 ) -> None:
     """Write a strategy for ``load_strategy``. ``record``: plain values to save with it."""
     outputs.check(path, outputs.STRATEGY)
-    write_text_atomically(path, json_file.dumps(strategy, graph_of(model), topology_of(cluster), record))
+    topology = topology_of(cluster)
+    write_text_atomically(path, json_file.dumps(strategy, graph_of(model, topology), topology, record))
 
 
 def _read_strategy(path: str | Path, read: Callable[[str], T]) -> T:

@@ -42,7 +42,7 @@ EXIT_CODES = """exit codes:
 OPTIONS = {
     "pins": "--pin", "forbidden": "--forbid", "syncs": "--sync", "budget": "--budget", "beta": "--beta", "confidence": "--confidence",
     "seconds": "--time-limit", "memory_budget": "--memory-budget", "imports": "--import", "device": "--device", "dtype": "--dtype",
-    "strategy": "--builtin", "starts": "--start", "backend": "--backend", "verify=False": "--no-verify",
+    "strategy": "--builtin", "starts": "--start", "backend": "--backend", "verify=False": "--no-verify", "sum_dtype": "--sum-dtype",
 }  # fmt: skip
 """Fields that messages name -> the options that set them."""
 

@@ -16,6 +16,7 @@ from soap.cluster.memory_budget import FIELD, read_budget, with_memory_budget
 from soap.cluster.presets import LOCAL
 from soap.cluster.topology import Topology
 from soap.errors import StrategyError, TopologyError, asked
+from soap.model.graph import SUM_DTYPES
 from soap.search.record import MOST_FINALISTS
 from soap.simulator.costs import COST_SOURCES
 from soap.simulator.kernels import KERNELS
@@ -46,6 +47,7 @@ class Reading(TypedDict):
     autocast: str | None
     autocast_device: str
     matmul_precision: str | None
+    sum_dtype: str | None
     imports: Sequence[str]
 
 
@@ -75,6 +77,11 @@ def add_reading(parser: Parser) -> None:
     parser.add_argument("--autocast", choices=["bfloat16", "float16"], help=AUTOCAST_HELP)
     precision = "torch.set_float32_matmul_precision: below highest, GPUs multiply float32 matrices in TF32 (default: torch's, highest)"
     parser.add_argument("--matmul-precision", choices=["highest", "high", "medium"], help=precision)
+    text = (
+        "type in which partial results of split operators are made, sent and added up if their sum is of a 16-bit type: float32, or the "
+        "sum's own, as in Megatron-LM (default: as the strategy was made; else float32 on CPUs, own on GPUs)"
+    )
+    parser.add_argument("--sum-dtype", choices=tuple(SUM_DTYPES), help=text)
     parser.add_repeatable(
         "--import",
         metavar="MODULE",
@@ -166,13 +173,17 @@ def add_rows(parser: Parser) -> None:
 
 
 def reading(args: argparse.Namespace, topology: Topology | None) -> Reading:
-    """Arguments of ``api.load``, from the options of ``add_reading``, for a model that will be trained on these devices."""
+    """Arguments of ``api.load``, from the options of ``add_reading``, for a model that will be trained on these devices. Sums are as
+    ``--strategy`` has them, if there is one and nothing else is asked for."""
+    strategy = getattr(args, "strategy", None)
+    sum_dtype = args.sum_dtype or (api.load_strategy_header(strategy).sum_dtype if strategy else None)
     return Reading(
         batch_dims=batch_dims(args.batch_dim),
         batch_norm=args.batch_norm,
         autocast=args.autocast,
         autocast_device="cuda" if topology is not None and has_gpus(topology) else "cpu",
         matmul_precision=args.matmul_precision,
+        sum_dtype=sum_dtype,
         imports=args.imports,
     )
 
@@ -183,6 +194,7 @@ def reading_options(args: argparse.Namespace) -> list[str]:
     words += ["--batch-norm", args.batch_norm] if args.batch_norm != "global" else []
     words += ["--autocast", args.autocast] if args.autocast else []
     words += ["--matmul-precision", args.matmul_precision] if args.matmul_precision else []
+    words += ["--sum-dtype", args.sum_dtype] if args.sum_dtype else []
     return words + [word for name in args.imports for word in ("--import", name)]
 
 

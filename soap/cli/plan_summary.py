@@ -15,7 +15,7 @@ from soap.cli.plain_text import and_more, attributes, devices, left_last, listed
 from soap.cluster.topology import Topology
 from soap.model import sparse_shares
 from soap.model.batch import samples_of
-from soap.model.graph import OperatorGraph
+from soap.model.graph import SUM_DTYPES, OperatorGraph
 from soap.model.json_text import option_texts
 from soap.profiles import shares
 from soap.search.deciding import FASTEST, SAFE, Answer
@@ -217,6 +217,7 @@ def document(simulator: Simulator, strategy: Strategy, simulation: Simulation | 
     about["cluster"]["shared_cores"] = shared_cores(topology)
     return {
         **about,
+        **({"sum_dtype": graph.sum_dtype} if graph.sum_dtype else {}),
         "same_as": next((name for name, own in usual.items() if own == strategy), None),
         "costs": costs_record(simulator, simulation.tasks),
         "folded": _folded(simulator, strategy, simulation),
@@ -254,6 +255,7 @@ def text(report: Mapping[str, Any], name: str, why: str = "") -> str:
         + f"{model['name']} ({model['operators']} operators) on {cluster['name']} ({len(cluster['devices'])} devices)\n"
         f"costs: {report['costs']['description']}\n{resting(report['costs'])}"
         + (f"\nlinks: {report['costs']['links']}" if report["costs"]["links"] else "")
+        + (f"\npartial results: made, sent and added up in {SUM_DTYPES[sums]}" if (sums := report.get("sum_dtype")) else "")
         + (f"\n{crowded(len(cluster['devices']), crowd)}" if crowd else "")
         + (f"\n{_idle(report)}" if report["idle_devices"] else "")
         + (f"\n{_folding(report['folded'])}" if report["folded"] else ""),

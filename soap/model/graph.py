@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from functools import cache, cached_property
 from math import prod
@@ -34,6 +34,8 @@ def is_rounded_by_default(kind: str) -> bool:
 
 
 NARROW = ("bfloat16", "float16")
+SUM_DTYPES = {"float32": "float32", "own": "the activations' own type"}
+"""Types in which partial results of tensors of ``NARROW`` types are made, sent and added up, and how people are told."""
 LOCAL_BATCH_NORM = "batch_norm_local"
 """Kind of a batch norm of which each tile normalizes by its own samples."""
 NEXT_STATE = "next_state"
@@ -151,7 +153,8 @@ class Operand:
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A tensor of the graph. ``itemsize`` in bytes; ``dtype`` is torch's name without the prefix, e.g. ``float32``."""
+    """A tensor of the graph. ``itemsize`` in bytes; ``dtype`` is torch's name without the prefix, e.g. ``float32``. ``own_sums``: partial
+    results of which it is the sum are of its own type, though that is narrow (``OperatorGraph.summed_in``)."""
 
     name: str
     shape: tuple[int, ...]
@@ -159,6 +162,7 @@ class Tensor:
     itemsize: int
     kind: TensorKind
     requires_grad: bool = False
+    own_sums: bool = False
 
     @property
     def bytes(self) -> int:
@@ -167,9 +171,9 @@ class Tensor:
 
     @property
     def partial_itemsize(self) -> int:
-        """Bytes per element of the partial results of which it is the sum. Those of narrower types are made, sent and added up in
-        float32."""
-        return 4 if self.dtype in NARROW else self.itemsize
+        """Bytes per element of the partial results of which it is the sum. Those of narrower types are made, sent and added up in float32,
+        unless ``own_sums``."""
+        return 4 if self.dtype in NARROW and not self.own_sums else self.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +231,10 @@ def _hashed(kind: Any) -> tuple[str, ...]:
 
 
 def _hashed_values(own: object) -> dict[str, Any]:
-    return {name: getattr(own, name) for name in _hashed(cast(Hashable, type(own)))}
+    values = {name: getattr(own, name) for name in _hashed(cast(Hashable, type(own)))}
+    if not values.get("own_sums", True):  # so that hashes of graphs without such sums stay as they were before there were any
+        del values["own_sums"]
+    return values
 
 
 @dataclass(frozen=True, slots=True)
@@ -418,6 +425,23 @@ class OperatorGraph:
     def next_state_bytes(self) -> int:
         """Bytes of the buffers' new values, which each device holds beside the old ones at the end of a step."""
         return sum(self.tensors[operand.tensor].bytes for op in self.operators if op.kind == KEEP_STATE for operand in op.inputs)
+
+    def summed_in(self, sum_dtype: str) -> OperatorGraph:
+        """The graph with partial results in float32, or in the types of their sums (``SUM_DTYPES``). Single numbers, such as losses, and
+        what other results of their operator need in float32 are always summed in that. Footprints stay: those of cut sums may differ."""
+        tensors = dict(self.tensors)
+        for op in self.operators:
+            made = [self.tensors[out.tensor] for out in op.outputs]
+            own = sum_dtype == "own" and all(tensor.dtype in NARROW and tensor.shape for tensor in made)
+            tensors.update((tensor.name, replace(tensor, own_sums=own)) for tensor in made if tensor.own_sums is not own)
+        return replace(self, tensors=tensors)
+
+    @cached_property
+    def sum_dtype(self) -> str | None:
+        """In which type its partial results are (``SUM_DTYPES``); None if there is only one way."""
+        if any(tensor.own_sums for tensor in self.tensors.values()):
+            return "own"
+        return None if self.summed_in("own").tensors == self.tensors else "float32"
 
     def needs_backward(self, op: Operator) -> bool:
         """Whether any output of the operator carries a gradient."""

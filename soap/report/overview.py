@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from soap.model.graph import SUM_DTYPES
 from soap.report.figures import BLUE, GREY, INK, ORANGE, TASK_COLOURS, duration, height_of, legend_above, name_rows, new_figure, plain
 from soap.report.section import Block, Contents, Figure, Section, Table, Text, without
 from soap.search.deciding import FASTEST, SAFE
@@ -63,6 +64,8 @@ def _facts(contents: Contents, summary: Mapping[str, Any]) -> list[tuple[str, st
         ("fullest device", f"{name}: {format_bytes(peaks[fullest])} of {format_bytes(available[fullest])} at its peak"),
         ("moved per iteration", f"{format_bytes(summary['bytes_moved'])} (data parallelism: {format_bytes(usual_moved)})"),
     ]
+    if sums := summary.get("sum_dtype"):
+        rows.append(("partial results", f"made, sent and added up in {SUM_DTYPES[sums]}"))
     if (per_second := summary["throughput"]["samples_per_second"]) is not None:
         rate = f"{per_second:,.0f}" if per_second >= 1000 else f"{per_second:.4g}"
         rows.append(("throughput", f"{rate} samples per second, MFU {_share(summary['throughput']['mfu'])}"))

@@ -358,7 +358,7 @@ class Runner:
     ) -> tuple[TracedModel, ExportedProgram, Example]:
         arguments = (tuple(tensors), {}) if named is None else ((), dict(named))
         exported = exported_program(self.model, *arguments, loss=self.config.loss, dynamic_batch=self.config.dynamic_batch)
-        model = load_program(exported, type(self.model).__name__)
+        model = load_program(exported, type(self.model).__name__, run_kind(self.topology))
         self._names = model.input_names
         return model, exported, Example(self.model, *arguments, self.config.loss)
 

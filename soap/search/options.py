@@ -65,7 +65,8 @@ class SearchOptions:
 
     ``optimizer_states``: tensors of a parameter's size that the optimizer keeps. ``measured_updates``: whether ``soap-profile`` measures
     this optimizer's updates (SGD, Adam); if not, they are estimated. ``costs``: ``auto`` or ``estimate`` (``soap.simulator.costs``).
-    ``kernels``: what runs on GPUs (``soap.simulator.kernels``).
+    ``kernels``: what runs on GPUs (``soap.simulator.kernels``). ``sum_dtype``: in which type partial results of 16-bit tensors are summed
+    (``soap.load``).
 
     Costs are uncertain (``soap.simulator.draws``). ``risk``: what strategies are compared by: their mean time under ``draws`` draws of the
     costs, or something more careful (a ``Risk`` or its word); None: their time under the most likely costs. ``confidence``: which plan is
@@ -95,6 +96,7 @@ class SearchOptions:
     measured_updates: bool = True
     costs: CostSource = "auto"
     kernels: Kernels = "eager"
+    sum_dtype: str | None = None
     risk: Risk | str | None = DEFAULT_RISK
     draws: int = DEFAULT_DRAWS
     confidence: float | None = None

@@ -21,7 +21,7 @@ from typing import Annotated, Any
 
 from soap.cluster.topology import Topology
 from soap.errors import StrategyError, one_of
-from soap.model.graph import Operator, OperatorGraph
+from soap.model.graph import SUM_DTYPES, Operator, OperatorGraph
 from soap.model.json_text import (
     Schema,
     Unfit,
@@ -51,7 +51,8 @@ WORDS_1 = ("allreduce", "allgather", "parameter_server")
 _DEVICE = Annotated[int, Schema(minimum=0, maximum=MAX_NUMBER)] | Name
 _COUNTS = Mapping[Name, Annotated[int, Schema(minimum=1, maximum=MAX_NUMBER)]]
 _OPERATOR = {"kind": Name, "sizes": _COUNTS, "degrees": _COUNTS, "devices": Annotated[tuple[_DEVICE, ...], Schema(minItems=1)]}
-_MODEL = record(name=str, hash=Name, operators=Annotated[int, Schema(minimum=0)])
+_SUMS = Annotated[str, Schema(enum=[*SUM_DTYPES])]
+_MODEL = record(("sum_dtype",), name=str, hash=Name, operators=Annotated[int, Schema(minimum=0)], sum_dtype=_SUMS)
 _CLUSTER = record(name=str, hash=Name, devices=Annotated[tuple[Name, ...], Schema(minItems=1)])
 _PARAMETER_1 = record(
     ("partitions", "local_aggregation"),
@@ -97,7 +98,7 @@ _REPEAT = re.compile(r"([0-9]{1,9})\*([0-9]{1,9})", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class StrategyHeader:
-    """What a strategy file says about itself, readable without its model."""
+    """What a strategy file says about itself, readable without its model. ``sum_dtype``: ``OperatorGraph.sum_dtype`` of the model."""
 
     model: str
     model_hash: str
@@ -105,6 +106,7 @@ class StrategyHeader:
     cluster: str
     cluster_hash: str
     devices: tuple[str, ...]
+    sum_dtype: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,10 +143,11 @@ def dumps(strategy: Strategy, graph: OperatorGraph, topology: Topology, record: 
     operators = {op.name: _operator_entry(op, strategy.operators[op.name]) for op in graph.operators}
     parameters = {name: written_options(sync) for name, sync in _synchronized(strategy, graph)}
     whole = _whole(strategy, graph)
+    sums = {} if graph.sum_dtype is None else {"sum_dtype": graph.sum_dtype}
     lines = [
         f'"format": {_text(FORMAT)}',
         f'"version": {VERSION}',
-        f'"model": {_text({"name": graph.name, "hash": graph.hash, "operators": len(graph.operators)})}',
+        f'"model": {_text({"name": graph.name, "hash": graph.hash, "operators": len(graph.operators), **sums})}',
         f'"cluster": {_text({"name": topology.name, "hash": topology.hash, "devices": [d.name for d in topology.devices]})}',
         f'"operators": {_block(operators)}',
         f'"parameters": {_block(parameters)}',
@@ -229,7 +232,8 @@ def _read_config(name: str, entry: Mapping[str, Any], degrees: Sequence[int], nu
 
 def _header(document: Mapping[str, Any]) -> StrategyHeader:
     model, cluster = document["model"], document["cluster"]
-    return StrategyHeader(model["name"], model["hash"], model["operators"], cluster["name"], cluster["hash"], cluster["devices"])
+    about = cluster["name"], cluster["hash"], cluster["devices"]
+    return StrategyHeader(model["name"], model["hash"], model["operators"], *about, model.get("sum_dtype"))
 
 
 def compact_devices(devices: Sequence[int]) -> list[int | str]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from soap.cluster.topology import Topology
+from soap.errors import asked
 from soap.model.graph import Operator, OperatorGraph
 from soap.model.json_text import one_line, short
 
@@ -30,7 +31,11 @@ def model_differences(document: Mapping[str, Any], graph: OperatorGraph) -> list
     result += [f"{what}: {_some(names)}" for what, names in (("not in the file", missing), ("only in the file", extra)) if names]
     if changed:
         result.append(f"different: {_some(changed, quote=False)}")
-    if not (missing or extra or changed):
+    sums = model.get("sum_dtype", "float32")
+    if graph.sum_dtype not in (None, sums):
+        other = f"partial results are summed in {sums} there and in {graph.sum_dtype} here"
+        result.append(f"{other}: read the model with {asked('sum_dtype')} {sums}")
+    elif not (missing or extra or changed):
         result.append("operators and factor sizes agree, their connections, types or parameters differ")
     return result
 

@@ -3,11 +3,11 @@
 A training step is then a list of calls on tensors in numbered places. If a call's operands are whole tensors it is the plain ATen call,
 so that a tile that holds everything costs no more than the model itself.
 
-*Narrow products*: a part of a sum is made in float32, because it may be far larger than the sum. To multiply in float32 for that takes a
-GPU many times as long as to multiply 16-bit operands: tensor cores add up in float32 anyway, and cuBLAS gives that out. CPUs have no such
-product; there operands are widened (``types.wide``). The results are the same but for the order of additions: products of 16-bit numbers
-are exact in float32. The gradient of a part is that of the rounded sum, in the type of the operands, so nothing is lost when it is narrowed
-again.
+*Narrow products*: a part of a sum is made in float32, unless the graph says otherwise (``Tensor.own_sums``), because it may be far larger
+than the sum. To multiply in float32 for that takes a GPU many times as long as to multiply 16-bit operands: tensor cores add up in float32
+anyway, and cuBLAS gives that out. CPUs have no such product; there operands are widened (``types.wide``). The results are the same but for
+the order of additions: products of 16-bit numbers are exact in float32. The gradient of a part is that of the rounded sum, in the type of
+the operands, so nothing is lost when it is narrowed again.
 
 *Look-ups*: a tile of a sparse parameter need not have its whole part of the table. It is computed in two steps. First its indices, from
 inputs that exist when a step begins. Then, when the rows have come, the call itself, with each index replaced by its row's place among
@@ -192,7 +192,9 @@ class OperatorProgram:
 class CompiledTile:
     """The calls of one tile. ``run`` may be called again and again, but not from several threads at once."""
 
-    def __init__(self, values: Mapping[str, Value], program: OperatorProgram, tile: Tile) -> None:
+    def __init__(self, values: Mapping[str, Value], program: OperatorProgram, tile: Tile, *, own_sums: bool = False) -> None:
+        """``own_sums``: parts of sums are of the type of their sum (``Tensor.own_sums``)."""
+        self._own_sums = own_sums
         self._places: dict[tuple[str, Maps] | str, int] = {}
         self._boxes: list[Box] = []
         for key, box in zip((*program.inputs, *program.parameters), (*tile.inputs, *tile.parameters), strict=True):
@@ -284,7 +286,7 @@ class CompiledTile:
         shapes = [values[name].shape for name in call.operands]
         output_shapes = [values[name].shape for name in call.outputs]
         local = Local(call, (), boxes, output_boxes, shapes, output_shapes)
-        part_of_sum = _is_part_of_sum(step, boxes, shapes)
+        part_of_sum = not self._own_sums and _is_part_of_sum(step, boxes, shapes)
         named = argument(call, "dtype") if part_of_sum else None
         if isinstance(named, torch.dtype) and named in LOWER_TYPES:
             call = local.call = with_argument(call, "dtype", torch.float32)

@@ -170,12 +170,14 @@ class TracedModel:
 
     def _tile(self, tile: Tile, *, told: bool = False) -> CompiledTile:
         """``told``: whether a mean over labels is told what it divides by."""
-        program = self.programs[self.graph.operators[tile.operator].name]
+        op = self.graph.operators[tile.operator]
+        program = self.programs[op.name]
         key = (tile.operator, tile.intervals, told and program.own_labels is not None)
         compiled = self._compiled.get(key)
         if compiled is None:
             own = program.own_labels if told and program.own_labels is not None else program
-            compiled = self._compiled[key] = CompiledTile(self.program.values, own, tile)
+            own_sums = any(self.graph.tensors[out.tensor].own_sums for out in op.outputs)
+            compiled = self._compiled[key] = CompiledTile(self.program.values, own, tile, own_sums=own_sums)
         return compiled
 
     def forget_tiles(self) -> None:

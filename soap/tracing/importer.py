@@ -177,6 +177,7 @@ def import_program(
     autocast: torch.dtype | None = None,
     autocast_device: ListOf = "cpu",
     batch_norm: BatchNorm = "global",
+    sum_dtype: str | None = None,
     shapes: Shapes | None = None,
 ) -> TracedModel:
     """The traced model of an exported training program that returns its scalar loss.
@@ -184,8 +185,9 @@ def import_program(
     ``batch_dims``: input name -> its batch dimension (default 0; -1: the input has none). ``plan_only``: shapes suffice, no values are
     computed or kept. ``dtype`` replaces every floating-point dtype. ``autocast``: with the casts that ``torch.autocast`` would make
     on ``autocast_device``.
-    ``batch_norm``: whether training batch norm normalises by the whole batch or each tile by itself. ``shapes``: of the inputs, if the
-    program was exported with symbolic sizes; those of its examples if None.
+    ``batch_norm``: whether training batch norm normalises by the whole batch or each tile by itself. ``sum_dtype``: in which type partial
+    results of 16-bit tensors are made and summed (``SUM_DTYPES``); None: float32 on CPUs, their own on GPUs. ``shapes``: of the inputs, if
+    the program was exported with symbolic sizes; those of its examples if None.
 
     Raises ModelError in one line for programs that cannot be planned; warns once per kind of call without a rule.
     """
@@ -206,6 +208,7 @@ def import_program(
         if not any(program.loss in group.made for group in groups):
             raise ModelError("the loss is a constant; expected a loss that depends on the inputs or parameters")
         graph, programs = _Builder(exported, program, groups, name, batch_dims or {}).build()
+        graph = graph.summed_in(sum_dtype or ("own" if autocast_device == "cuda" else "float32"))
         _warn_if_untrained(graph)
         wanted = {t.name for t in graph.parameters}
         state = {n: exported.state_dict[n] for n in dict.fromkeys(program.parameters.values()) if n in wanted}

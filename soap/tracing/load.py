@@ -38,7 +38,7 @@ from soap import zoo
 from soap.errors import ModelError, asked, first_line
 from soap.files import check_archive, check_model_file
 from soap.logs import TRIALS, silenced
-from soap.model.graph import OperatorGraph
+from soap.model.graph import SUM_DTYPES, OperatorGraph
 from soap.tracing.autocast import ListOf
 from soap.tracing.execute import TracedModel
 from soap.tracing.export import traced
@@ -321,13 +321,14 @@ def load_model(
     autocast_device: str = "cpu",
     batch_norm: str = "global",
     matmul_precision: str | None = None,
+    sum_dtype: str | None = None,
     imports: Sequence[str] = (),
 ) -> TracedModel:
     """The traced model of a ``.pt2`` file or of a zoo model. ``plan_only`` reads shapes alone (zoo models are not even allocated).
     ``batch_dims``: input name -> batch dimension. ``dtype`` replaces all floating-point dtypes; ``autocast`` casts as
     ``torch.autocast`` to this type does on ``autocast_device`` (cpu or cuda, whose lists of calls differ); the model remembers it.
-    ``batch_norm``: ``global`` or ``local``. ``matmul_precision``: torch's, set for this process. ``imports``: modules that define custom
-    operators, imported first.
+    ``batch_norm``: ``global`` or ``local``. ``matmul_precision``: torch's, set for this process. ``sum_dtype``: ``float32`` or ``own``.
+    ``imports``: modules that define custom operators, imported first.
     Raises ModelError in one line."""
     import_all(imports, asked("imports"))
     if batch_norm not in ("global", "local"):
@@ -335,22 +336,24 @@ def load_model(
     local: BatchNorm = "local" if batch_norm == "local" else "global"
     if autocast_device not in ("cpu", "cuda"):
         raise ModelError(f"autocast device {autocast_device!r}: expected cpu or cuda, the kind of the devices that will train")
+    if sum_dtype not in (None, *SUM_DTYPES):
+        raise ModelError(f"{asked('sum_dtype')} {sum_dtype!r}: expected one of {', '.join(SUM_DTYPES)}")
     if matmul_precision is not None:
         if matmul_precision not in PRECISIONS:
             raise ModelError(f"matmul precision {matmul_precision!r}: expected one of {', '.join(PRECISIONS)}")
         torch.set_float32_matmul_precision(matmul_precision)
     lists: ListOf = "cuda" if autocast_device == "cuda" else "cpu"
-    options = Options(batch_dims, _dtype("dtype", dtype, DTYPES), _dtype("autocast", autocast, LOWER), lists, local)
+    options = Options(batch_dims, _dtype("dtype", dtype, DTYPES), _dtype("autocast", autocast, LOWER), lists, local, sum_dtype)
     text = str(spec)
     source = ZooSource(text, options) if text.startswith("zoo:") else FileSource(Path(spec), options)
     with silenced(*TRIALS):
         return source.trace(plan_only=plan_only)
 
 
-def load_program(exported: ExportedProgram, name: str) -> TracedModel:
-    """The traced model of a program in memory, with which it shares its tensors."""
+def load_program(exported: ExportedProgram, name: str, device_kind: ListOf = "cpu") -> TracedModel:
+    """The traced model of a program in memory, with which it shares its tensors, for devices of this kind."""
     with silenced(*TRIALS):
-        return ProgramSource(exported, name, Options()).trace()
+        return ProgramSource(exported, name, Options(autocast_device=device_kind)).trace()
 
 
 def _dtype(what: str, name: str | None, known: Mapping[str, torch.dtype]) -> torch.dtype | None:
@@ -368,6 +371,7 @@ class Options:
     autocast: torch.dtype | None = None
     autocast_device: ListOf = "cpu"
     batch_norm: BatchNorm = "global"
+    sum_dtype: str | None = None
 
 
 class ProgramSource:
@@ -472,6 +476,7 @@ def _imported(
         autocast=options.autocast,
         autocast_device=options.autocast_device,
         batch_norm=options.batch_norm,
+        sum_dtype=options.sum_dtype,
         shapes=shapes,
     )
     model.autocast = next((name for name, dtype in LOWER.items() if dtype == options.autocast), None)

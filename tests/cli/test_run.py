@@ -284,5 +284,6 @@ def test_options_of_training_reach_the_ranks(tmp_path: Path) -> None:
     job, *_ = prediction(tmp_path, "--accumulate", "4", "--clip-norm", "2.5")
     assert (job.accumulate, job.clip_norm) == (4, 2.5)
     assert job.reading == {
-        "batch_dims": None, "batch_norm": "global", "autocast": None, "autocast_device": "cuda", "matmul_precision": None, "imports": []
+        "batch_dims": None, "batch_norm": "global", "autocast": None, "autocast_device": "cuda", "matmul_precision": None,
+        "sum_dtype": None, "imports": []
     }  # fmt: skip

@@ -181,9 +181,11 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-def counted(path: str, autocast: str | None, strategy: Strategy, topology: Topology, order: ExecutionOrder) -> int:
+def counted(
+    path: str, autocast: str | None, strategy: Strategy, topology: Topology, order: ExecutionOrder, sum_dtype: str | None = None
+) -> int:
     """Run on each rank: the most bytes that it holds in two steps, beside the model as it was loaded."""
-    model = api.load(path, autocast=autocast)
+    model = api.load(path, autocast=autocast, sum_dtype=sum_dtype)
     batch = model.example_inputs
     gc.collect()
     live = Live()
@@ -230,6 +232,20 @@ def test_predicted_is_counted(name: str, autocast: str | None, plan: str, pool: 
     order = execution_order(run.tasks, run.schedule)
     found = pool.run(counted, path, autocast, api.classical(plan, graph, topology), topology, order, ranks=ranks)
     assert all(most <= peak <= MOST_OVER * most for most, peak in zip(found, run.peak_bytes, strict=True)), (found, run.peak_bytes)
+
+
+@pytest.mark.parametrize("name", often(["attention", "gated", "unfused"], ["gated"]))
+def test_sums_of_tensor_parallelism_are_predicted_in_either_type(name: str, pool: Pool, exported: Export) -> None:
+    path, topology, predicted = exported(name), local_topology(2), {}
+    for sum_dtype in ("float32", "own"):
+        graph = api.load(path, plan_only=True, autocast="bfloat16", sum_dtype=sum_dtype).graph
+        strategy = api.classical("megatron", graph, topology)
+        run = api.simulator_for(graph, topology, optimizer_states=STATES, costs="estimate").run(strategy)
+        order = execution_order(run.tasks, run.schedule)
+        found = pool.run(counted, path, "bfloat16", strategy, topology, order, sum_dtype, ranks=2)
+        predicted[sum_dtype] = run.peak_bytes
+        assert all(most <= peak <= 1.1 * most for most, peak in zip(found, run.peak_bytes, strict=True)), (found, run.peak_bytes)
+    assert predicted["own"] < predicted["float32"]
 
 
 def shown(path: str, strategy: Strategy, topology: Topology, pool: Pool) -> tuple[list[int], tuple[int, ...]]:

@@ -156,6 +156,59 @@ def test_parts_of_sums_travel_in_float32_as_planned(four: Pool, tmp_path: Path, 
         assert counted == planned and (planned > 0) == (rank < degree)
 
 
+class Columns(nn.Module):
+    """A product that is split by columns and one that is split by rows, as in Megatron's tensor parallelism."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 32, bias=False), nn.Linear(32, 16, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.second(torch.tanh(self.first(x)))).float().square().sum()
+
+
+def in_halves(module: Columns, x: torch.Tensor, dtype: torch.dtype) -> tuple[float, list[torch.Tensor]]:
+    """Loss and gradients of two halves by hand, of which the second product's are made and added up in a type, and rounded then."""
+    module.zero_grad()
+    halves = zip(module.first.weight.chunk(2), module.second.weight.chunk(2, 1), strict=True)
+    one, other = (F.linear(torch.tanh(F.linear(x, first)).to(dtype), second.to(dtype)) for first, second in halves)
+    loss = torch.tanh((one + other).to(x.dtype)).float().square().sum()
+    loss.backward()
+    return float(loss.detach()), [own.grad for own in (module.first.weight, module.second.weight) if own.grad is not None]
+
+
+def stepped(path: str, sum_dtype: str, strategy: Strategy) -> tuple[float, list[torch.Tensor], int, int]:
+    """Loss and gradients of a step (rank 0 has these); bytes of activations and numbers that this rank has summed, and the plan's."""
+    model = traced(path, None, (("sum_dtype", sum_dtype),))
+    with Trainer(model, (strategy, local_topology(4)), optimizer=sgd) as trainer:
+        before, loss = trainer.traffic.reduced_bytes, trainer.step(*model.example_inputs)
+        counted, plan = trainer.traffic.reduced_bytes - before, trainer.plan
+        own = [r for r in plan.reductions if trainer.rank in r.devices and len(r.devices) > 1]
+        there, back = (sum(partial_bytes(plan, r, r.box) for r in own), sum(box_bytes(plan, reduced_tensor(plan, r), r.box) for r in own))
+        gradients = trainer.gradients()
+        return loss, [gradients[name] for name in ("first.weight", "second.weight") if name in gradients], counted, there + back
+
+
+def test_sums_in_their_own_type_are_those_of_tensor_parallelism_by_hand(four: Pool, tmp_path: Path) -> None:
+    """Bit for bit; and other ones than in float32, with half of the bytes on the way there."""
+    torch.manual_seed(0)
+    module, x, path = Columns().bfloat16(), torch.randn(8, 16, dtype=torch.bfloat16), str(tmp_path / "m.pt2")
+    export_model(module, (x,), path=path)
+    found = {}
+    for sum_dtype, dtype in (("float32", torch.float32), ("own", torch.bfloat16)):
+        graph = traced(path, None, (("sum_dtype", sum_dtype),)).graph
+        split = {"first": OpConfig((1, 1, 2), (0, 1)), "second": OpConfig((1, 2, 1), (0, 1))}
+        whole = {op.name: OpConfig((1,) * len(op.factors), (0, 1), 2) for op in graph.operators if op.name not in split}
+        loss, gradients, counted, planned = four.run(stepped, path, sum_dtype, Strategy(split | whole))[0]
+        by_hand, expected = in_halves(module, x, dtype)
+        assert loss == by_hand and len(gradients) == 2 and all(map(torch.equal, gradients, expected))
+        assert counted == planned
+        found[sum_dtype] = loss, gradients, counted
+    assert found["own"][0] != found["float32"][0]
+    assert not torch.equal(found["own"][1][0], found["float32"][1][0])
+    assert found["float32"][2] - found["own"][2] == 2 * x.numel()  # of 4 * x.numel() there; gradients go back in bfloat16
+
+
 class Named(nn.Module):
     """Whole numbers that are summed in, and made of, the type of the activations."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from itertools import product
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -158,11 +158,12 @@ class Twice(torch.nn.Module):
         return self.second(self.first(x)).square().sum()
 
 
-@pytest.mark.parametrize(("device", "wide"), [("cpu", 4), ("cuda", 0)])
-def test_parts_of_a_sum_alone_keep_wide_copies_of_16_bit_operands(device: Literal["cpu", "cuda"], wide: int) -> None:
-    """And on CPUs alone: GPUs multiply 16-bit operands as they are. What keeps nothing by single cuts keeps nothing by several."""
+@pytest.mark.parametrize(("device", "sum_dtype", "wide"), [("cpu", "float32", 4), ("cuda", "float32", 0), ("cpu", "own", 0)])
+def test_parts_of_a_sum_alone_keep_wide_copies_of_16_bit_operands(device: Literal["cpu", "cuda"], sum_dtype: str, wide: int) -> None:
+    """And on CPUs alone, for sums in float32: GPUs multiply 16-bit operands as they are. What keeps nothing by single cuts keeps nothing by
+    several."""
     exported = torch.export.export(Twice(), (torch.zeros(64, 8),))
-    graph = import_program(exported, name="twice", dtype=torch.bfloat16, autocast_device=device).graph
+    graph = import_program(exported, name="twice", dtype=torch.bfloat16, autocast_device=device, sum_dtype=sum_dtype).graph
     op = next(op for op in graph.operators if "second" in op.name)
     (weight, _), (out,) = op.parameters, op.outputs
     samples, made, read = (dim.factor for dim in (*out.dims, weight.dims[1]))
@@ -214,7 +215,8 @@ def test_parts_of_a_convolution_keep_wide_copies_of_weights_however_few_samples(
 def test_a_file_is_priced_for_the_devices_of_the_cluster(tmp_path: Path) -> None:
     module = Twice().bfloat16()
     soap.export(module, (torch.zeros(64, 8, dtype=torch.bfloat16),), path=tmp_path / "m.pt2", verify=False)
-    simulators = [soap.api.simulator_for(tmp_path / "m.pt2", name, costs="estimate") for name in ("local:2", "p100-4x4")]
+    given: dict[str, Any] = {"costs": "estimate", "sum_dtype": "float32"}
+    simulators = [soap.api.simulator_for(tmp_path / "m.pt2", name, **given) for name in ("local:2", "p100-4x4")]
     footprints = [max(one.kept_bytes for one in own.graph.footprints["second"]) for own in simulators]
     assert footprints[0] > footprints[1] == 0 and len({own.graph.hash for own in simulators}) == 1
 

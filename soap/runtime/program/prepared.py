@@ -247,8 +247,9 @@ class PreparedTiles:
         return (0, *lengths(box)[2:]) if op.outputs[output].tensor in self._plan.graph.routed else lengths(box)
 
     def _made_dtype(self, number: int, output: int) -> torch.dtype:
-        dtype = self._dtype_of(self._plan.operator(self._plan.tiles[number]).outputs[output].tensor)
-        return partial_dtype(dtype) if (number, output) in self._program.index.partial else dtype
+        name = self._plan.operator(self._plan.tiles[number]).outputs[output].tensor
+        wide = (number, output) in self._program.index.partial and not self._plan.graph.tensors[name].own_sums
+        return partial_dtype(self._dtype_of(name)) if wide else self._dtype_of(name)
 
     def _fetched(self, number: int) -> Fetched:
         plan, fetch = self._plan, self._plan.fetches[number]
