@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 from soap.cluster.topology import Topology
@@ -38,6 +38,7 @@ from soap.plan.division import weights_name
 from soap.plan.marks.seam import Row, Takes
 from soap.plan.pass_order import Pass
 from soap.plan.plan import (
+    AGAIN,
     Exchange,
     Fetch,
     Message,
@@ -54,13 +55,14 @@ from soap.plan.plan import (
     tile_task_name,
 )
 from soap.plan.planning import PlanBuilder, build_plan
+from soap.plan.recomputation import keeps_outputs
 from soap.plan.samples import COUNT_BYTES, count_name
 from soap.plan.tiling import Tile
 from soap.simulator.communication.prices import Communication
 from soap.simulator.communication.synchronizing import Synchronization
 from soap.simulator.costs import ROW_NS, CostModel
 from soap.simulator.second_runs import Need, SecondRuns
-from soap.simulator.task_list import BACKWARD, COUNT, FORWARD, WEIGHTS, TaskList
+from soap.simulator.task_list import BACKWARD, COUNT, FORWARD, GATHER, WEIGHTS, TaskList
 from soap.simulator.tasks import GRADIENTS, TaskGraph, TaskKind, TaskPlaces
 
 __all__ = ["PlanBuilder", "build_plan", "lower"]
@@ -102,7 +104,8 @@ class _Lowering:
     """The state of one lowering.
 
     ``forward_tasks``, ``backward_tasks``, ``weights_tasks``: tile -> its task. ``_reduced``: reduction -> the tasks that its sum is ready
-    after. ``_brought``: part -> the task that brings it. ``_returned``: first part of a carrier -> the task of its gradients. ``_sums``:
+    after. ``_brought``: part -> the task that brings it. ``_returned``: first part of a carrier -> the task of its gradients,
+    ``_gathered``: that of its second time. ``_sums``:
     reduction -> its task, and that of its gradients. ``_arrivals``: tile -> the tasks that bring what it reads; ``_arrivals_back``: to its
     backward pass, of parameters. ``_gradients``: holding -> the tasks that make or bring parts of its gradient; empty if it gets none.
     """
@@ -116,6 +119,7 @@ class _Lowering:
         self._gradients: list[list[int]] = [[] for _ in plan.holdings]
         self._brought: dict[Part, int] = {}
         self._returned: dict[Part, int] = {}
+        self._gathered: dict[Part, int] = {}
         self._sums: tuple[dict[int, int], dict[int, int]] = {}, {}
         self._arrivals: list[list[int]] = [[] for _ in plan.tiles]
         self._arrivals_back: dict[int, list[int]] = {}
@@ -153,6 +157,10 @@ class _Lowering:
             for carrier in self._index.carriers[position]:
                 self._return_gradient(carrier)
         self._second.link()
+        again = self.plan.gathered_again
+        for carrier in chain.from_iterable(self._index.carriers) if again else ():
+            if self._maker(carrier.parts[0]).operator in again:
+                self._gather_again(carrier)
 
     def keep_order(self) -> None:
         """With micro-batches, let each pass wait for the one before it on its device (``Plan.order``)."""
@@ -176,9 +184,9 @@ class _Lowering:
 
     def places(self, order: Sequence[int]) -> TaskPlaces:
         """Which task is for what. ``order``: by task, where it is in the end."""
-        found: tuple[Mapping[Any, int], ...] = (self._brought, self._returned, *self._sums, *self._second.rows.values())
-        brought, returned, summed, back, *rows = ({key: order[task] for key, task in each.items()} for each in found)
-        return TaskPlaces(brought, returned, summed, back, dict(zip(self._second.rows, rows, strict=True)))
+        found: tuple[Mapping[Any, int], ...] = (self._brought, self._returned, self._gathered, *self._sums, *self._second.rows.values())
+        brought, returned, gathered, summed, back, *rows = ({key: order[task] for key, task in each.items()} for each in found)
+        return TaskPlaces(brought, returned, gathered, summed, back, dict(zip(self._second.rows, rows, strict=True)))
 
     def _backward_tiles(self, position: int) -> None:
         arrivals: dict[int, list[int]] = {}
@@ -248,6 +256,25 @@ class _Lowering:
         task = self._carrier_task(carrier, carrier.parts, after, gradient=False)
         self._brought.update(dict.fromkeys(carrier.parts, task))
 
+    def _gather_again(self, carrier: Message | Exchange) -> None:
+        """Add the task of a message or exchange that travels a second time: once the first of its readers is needed, and what it brings
+        has been made again, if it is. All its readers wait for it before they run again, or backward."""
+        fetches = dict.fromkeys(number for number, _ in carrier.parts)
+        readers = [tile for number in fetches for tile, _ in self.plan.fetches[number].consumers if tile in self.backward_tasks]
+        after = self._second.first_needs(readers)
+        if not after:
+            return
+        again = self._second.rows.get("again", {})
+        makers = (self.plan.holdings[holding].tile for *_, holding in remote_parts(self.plan, carrier.parts))
+        after |= {again[maker] for maker in makers if maker in again and not keeps_outputs(self.plan, maker)}
+        task = self._gathered[carrier.parts[0]] = self._carrier_task(carrier, carrier.parts, after, gradient=False, again=True)
+        for tile in readers:
+            self._list.wait_also(again.get(tile, self.backward_tasks[tile]), (task,))
+
+    def _maker(self, part: Part) -> Tile:
+        fetch, piece = part
+        return self.plan.tiles[self.plan.holdings[self.plan.fetches[fetch].pieces[piece].holding].tile]
+
     def _return_gradient(self, carrier: Message | Exchange) -> None:
         """Add the task that takes gradients back the way the values came, once all consumers have computed them."""
         found = {number: self._after_consumers(self.plan.fetches[number]) for number, _ in carrier.parts}
@@ -264,21 +291,24 @@ class _Lowering:
             self._gradients[holding].append(task)
         self._second.note_return((number for number, tasks in found.items() if tasks), holdings, task)
 
-    def _carrier_task(self, carrier: Message | Exchange, parts: Sequence[Part], after: Iterable[int], *, gradient: bool) -> int:
+    def _carrier_task(
+        self, carrier: Message | Exchange, parts: Sequence[Part], after: Iterable[int], *, gradient: bool, again: bool = False
+    ) -> int:  # fmt: skip
         number, piece = carrier.parts[0]
         fetch = self.plan.fetches[number]
         first, operand = fetch.consumers[0]
         tile = self.plan.tiles[first]
-        place = self._id(tile.operator, 2 if gradient else 0, tile.index, operand, piece, gradient=gradient)
+        stage = GATHER if again else 2 if gradient else 0
+        place = self._id(tile.operator, stage, tile.index, operand, piece, gradient=gradient or again)
         if isinstance(carrier, Exchange):
             rounds = exchange_rounds(self.plan, carrier, parts, gradient=gradient)
-            name = exchange_name(self.plan, carrier, gradient=gradient)
+            name = exchange_name(self.plan, carrier, gradient=gradient) + AGAIN * again
             moving = self._list.tree if carrier.pattern is Pattern.BROADCAST else self._list.exchange
             return moving(place, name, TaskKind.EXCHANGE, rounds, after)
         source, target = (carrier.target, carrier.source) if gradient else (carrier.source, carrier.target)
         moved = remote_parts(self.plan, parts)
         size = sum(self._bytes(self.plan.fetches[n].tensor, box) for (n, _), (_, _, box, _) in zip(parts, moved, strict=True))
-        name = message_name(self.plan, carrier, gradient=gradient)
+        name = message_name(self.plan, carrier, gradient=gradient) + AGAIN * again
         return self._list.message(place, name, TaskKind.TRANSFER, source, target, size, after)
 
     def _row_ns(self, tile: Tile, takes: Takes) -> int:

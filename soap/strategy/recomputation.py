@@ -29,8 +29,14 @@ STAYS, RECOMPUTED, LIGHT = range(3)
 """What an operator keeps stays until its backward pass, or all of it is made again then, or all but its outputs
 (``OpConfig.recompute``)."""
 LEVELS = (STAYS, RECOMPUTED, LIGHT)
+"""Those that searches try."""
+GATHERING = MappingProxyType({STAYS: 3, RECOMPUTED: 4, LIGHT: 5})
+"""Each of these levels -> the same where operands that are gathered from several devices are not kept either, but gathered again
+(``plan.recomputation.gathered_again``)."""
+ALL_LEVELS = (*LEVELS, *GATHERING.values())
+GATHERING_SAID = ("gathering again", "recomputed and gathering again", "recomputed but for products and gathering again")
 
-WRITTEN = MappingProxyType({STAYS: False, RECOMPUTED: True, LIGHT: "light"})
+WRITTEN = MappingProxyType({STAYS: False, RECOMPUTED: True, LIGHT: "light", 3: "gather", 4: "all_gather", 5: "light_gather"})
 """A level -> what files say of it."""
 _READ = {said: level for level, said in WRITTEN.items()}
 LEVEL_FORM = Form(lambda: {"enum": [*_READ]}, _READ.__getitem__, WRITTEN.__getitem__)

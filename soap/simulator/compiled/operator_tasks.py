@@ -23,6 +23,7 @@ from soap.simulator.compiled.communication import (
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.scratch import FULL, RESOURCES, STAMP, TASKS
 from soap.simulator.compiled.task_keys import BACKWARD, FORWARD, task_key
+from soap.simulator.task_list import GATHER
 
 
 @compiled
@@ -93,16 +94,16 @@ def is_active(S, carrier, piece):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def add_carrier(W, op, carrier, gradient):  # type: ignore[no-untyped-def]
-    """Add the task of a message or exchange, or with ``gradient`` of the gradients that return."""
+def add_carrier(W, op, carrier, gradient, again):  # type: ignore[no-untyped-def]
+    """Add the task of a message or exchange, or with ``gradient`` of the gradients that return, with ``again`` of its second time."""
     G, K, S = W.graph, W.cluster, W.scratch
     first_output, devices = G.output_ptr[op], len(K.device_type)
     piece = S.part[S.k_part[carrier]]
     fetch = S.p_fetch[piece]
     consumer = S.f_first[fetch]
     reader = G.reader[G.reader_ptr[op] + S.c_slot[consumer]]
-    place = len(G.backward) - 1 - reader if gradient else reader
-    phase, stage = (BACKWARD, 2) if gradient else (FORWARD, 0)
+    place = len(G.backward) - 1 - reader if gradient or again else reader
+    phase, stage = (BACKWARD, GATHER) if again else (BACKWARD, 2) if gradient else (FORWARD, 0)
     key = task_key(phase, place, stage, S.c_tile[consumer], S.c_operand[consumer], piece - S.f_piece[fetch])
     if S.k_pattern[carrier] == MESSAGE:
         size = 0

@@ -9,6 +9,7 @@ from soap.simulator.compiled.holdings import tile_count
 from soap.simulator.compiled.jit import compiled
 from soap.simulator.compiled.marks import (
     AGAIN,
+    BACKWARD_BLOCK,
     COPY,
     DEVICE,
     IN_BACKWARD,
@@ -19,11 +20,14 @@ from soap.simulator.compiled.marks import (
     ROW_BLOCKS,
     STAGE,
     WAITS,
+    gathers,
+    is_made_again,
     needed_together,
     row_count,
     runs_again,
 )
-from soap.simulator.compiled.scratch import CLAIMS, FETCHES, FULL, HOLDINGS, REDUCTIONS
+from soap.simulator.compiled.operator_tasks import add_carrier
+from soap.simulator.compiled.scratch import CARRIERS, CLAIMS, FETCHES, FULL, HOLDINGS, REDUCTIONS
 from soap.simulator.compiled.state import AGAIN_TILE, ROW, State
 from soap.simulator.compiled.syncs.exchange import add_edge
 from soap.simulator.compiled.syncs.offloading import copied_ns, lift
@@ -131,11 +135,46 @@ def is_whole(S, fetch):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def claim_by_readers(W: World, op: int) -> None:
-    """Add the claims of the tiles that read an operator's outputs on their own device."""
+def is_gathered_again(W: World, op: int) -> bool:
+    """Whether an operator's outputs travel a second time (``Plan.gathered_again``). It has been delivered."""
+    G, C, S = W.graph, W.state, W.scratch
+    found = False
+    for place in range(G.reader_ptr[op], G.reader_ptr[op + 1]):
+        found |= gathers(C, G.reader[place])
+    if not found or C.marks.lets_go[C.marked[op]]:
+        return False
+    for out in range(G.output_ptr[op], G.output_ptr[op + 1]):
+        if not G.output_gradient[out]:
+            return False
+    travels = False
+    for fetch in range(S.count[FETCHES]):
+        here = there = summed = 0
+        for piece in range(S.f_piece[fetch], S.f_piece[fetch + 1]):
+            remote = is_remote(S, piece)
+            there += remote
+            here += not remote
+            summed += S.h_red[S.p_hold[piece]] >= 0
+        if there == 0:
+            continue
+        if here == 0 or summed > 0:
+            return False
+        travels = True
+        consumer = S.f_first[fetch]
+        while consumer >= 0:
+            if not gathers(C, G.reader[G.reader_ptr[op] + S.c_slot[consumer]]):
+                return False
+            consumer = S.c_next[consumer]
+    return travels
+
+
+@compiled
+def claim_by_readers(W: World, op: int, again: bool) -> None:
+    """Add the claims of the tiles that read an operator's outputs on their own device, or if these are made and gathered ``again``, on
+    any."""
     G, V, C, S = W.graph, W.variants, W.state, W.scratch
     for fetch in range(S.count[FETCHES]):
         whole, carries = is_whole(S, fetch), G.output_gradient[G.output_ptr[op] + S.f_out[fetch]]
+        gathered = again and not whole and is_made_again(C, op)
         consumer = S.f_first[fetch]
         while consumer >= 0:
             slot, tile = S.c_slot[consumer], S.c_tile[consumer]
@@ -144,6 +183,9 @@ def claim_by_readers(W: World, op: int) -> None:
             if C.alive[C.tile_slot[reader] + count + tile]:
                 for piece in range(S.f_piece[fetch], S.f_piece[fetch + 1]):
                     hold = S.p_hold[piece]
+                    if gathered:
+                        add_claim(S, hold, S.need_base[slot] + tile, C.claim[C.tile_slot[reader] + 2 * count + tile])
+                        continue
                     if is_remote(S, piece):
                         continue
                     if whole and S.h_red[hold] < 0 and needed_together(C, op, reader):
@@ -228,6 +270,44 @@ def _offer_sum(C, S, red, cells, own, need, offer, lowest):  # type: ignore[no-u
             node = S.claim_next[node]
     for i in range(first, first if S.r_back[red] < 0 else last):
         _offer(C, S, S.r_rep[red] * cells + S.member[i], own + S.r_back[red], lowest, need, offer)
+
+
+@compiled
+def gather_again(W: World, op: int, own: int, own_slot: int) -> None:
+    """Add the second times of what brings an operator's outputs to others: after the first need of readers, and after second runs of the
+    operator, if it is made again; readers' second runs, or backward passes, wait for them."""
+    G, V, C, S = W.graph, W.variants, W.state, W.scratch
+    count = C.tiles[op]
+    for carrier in range(S.count[CARRIERS]):
+        first = NONE
+        for i in range(S.k_part[carrier], S.k_part[carrier + 1]):
+            consumer = S.f_first[S.p_fetch[S.part[i]]]
+            while consumer >= 0:
+                reader = G.reader[G.reader_ptr[op] + S.c_slot[consumer]]
+                others = tile_count(V, C, reader)
+                if C.alive[C.tile_slot[reader] + others + S.c_tile[consumer]]:
+                    first = max(first, C.claim[C.tile_slot[reader] + 2 * others + S.c_tile[consumer]])
+                consumer = S.c_next[consumer]
+        if first == NONE:
+            continue
+        task, before = add_carrier(W, op, carrier, False, True), -1
+        for i in range(S.k_part[carrier], S.k_part[carrier + 1]):
+            fetch, maker = S.p_fetch[S.part[i]], S.h_tile[S.p_hold[S.part[i]]]
+            if is_made_again(C, op) and C.alive[C.tile_slot[op] + count + maker]:
+                add_edge(S, count + maker, own_slot + task)
+            consumer = S.f_first[fetch] if fetch != before else -1
+            before = fetch
+            while consumer >= 0:
+                slot, tile = S.c_slot[consumer], S.c_tile[consumer]
+                reader = G.reader[G.reader_ptr[op] + slot]
+                others = tile_count(V, C, reader)
+                begin = C.tile_slot[reader] + tile
+                if C.alive[begin + others]:
+                    if C.claim[begin + 2 * others] == first:
+                        add_edge(S, S.need_base[slot] + tile, own_slot + task)
+                    block = C.marks.again_block[C.marked[reader]] if runs_again(C, reader) else BACKWARD_BLOCK
+                    add_edge(S, own + task, begin + block * others)
+                consumer = S.c_next[consumer]
 
 
 @compiled

@@ -29,10 +29,12 @@ def read_until(plan: Plan, arrays: PlanArrays, spans: Spans, times: Derived) -> 
     answered = _answered(arrays, spans, times)
     dropped = _dropped(plan, arrays, spans, times)[pieces.holding]
     over = np.maximum(_read(arrays, spans, times, linked), np.where(dropped, 0, answered))
-    first, second = most(pieces.holding, over, count, NEVER), np.zeros(count, np.int64)
+    gathered = _gathered(arrays, spans)
+    remade = made_again[pieces.holding] & dropped
+    first, second = most(pieces.holding, np.maximum(over, np.where(remade, 0, gathered)), count, NEVER), np.zeros(count, np.int64)
     if made_again.any():
         own = made_again[pieces.holding]
-        second = most(pieces.holding[own], answered[own], count, 0)
+        second = most(pieces.holding[own], np.maximum(answered, gathered)[own], count, 0)
         second = np.maximum(second, _read_again(arrays, spans, times, np.flatnonzero(linked)))
     return ReadUntil(first, second)
 
@@ -86,6 +88,14 @@ def _answered(arrays: PlanArrays, spans: Spans, times: Derived) -> Longs:
     within = ~is_sum & (first == last) & (first == spans.segment[tile])
     joined = is_sum & (np.diff(arrays.fetches.pieces)[pieces.fetch] > 1)
     return np.where((first == NEVER) | ~held.gradient[pieces.holding] | within | joined, 0, over)
+
+
+def _gathered(arrays: PlanArrays, spans: Spans) -> Longs:
+    """By piece: until when its holding is there to be gathered again, for other devices or its own; 0 if it is not."""
+    pieces, size = arrays.pieces, len(arrays.fetches.device)
+    end = np.append(spans.gathered_end, NEVER)[pieces.carrier]
+    end = np.where(pieces.carrier >= 0, end, NEVER)
+    return np.maximum(most(pieces.fetch, end, size, 0)[pieces.fetch], 0)
 
 
 def _dropped(plan: Plan, arrays: PlanArrays, spans: Spans, times: Derived) -> Bools:

@@ -171,9 +171,19 @@ class _Values:
         answered = fetches.gradient & any_of(readers.fetch[self._times.goes_back[readers.tile]], size)
         until = np.maximum(until, np.where(answered, self._times.taken, 0))
         own = np.flatnonzero(fetches.remote)
-        self._hold(fetches.device[own], begun[own], until[own], fetches.bytes[own], MemoryKind.KEPT, late=True)
+        again = least(pieces.fetch[there], spans.gathered_start[pieces.carrier[there]], size, NEVER)
+        twice = own[again[own] != NEVER]
+        first = np.where(again != NEVER, most(readers.fetch, spans.forward_end[readers.tile], size, 0), until)
+        self._hold(fetches.device[own], begun[own], first[own], fetches.bytes[own], MemoryKind.KEPT, late=True)
+        self._hold(fetches.device[twice], again[twice], until[twice], fetches.bytes[twice], MemoryKind.KEPT, late=True)
         joined, apart = least(readers.fetch, spans.forward_start[readers.tile], size, 0), np.flatnonzero(pieces.apart)
         fetch, start = pieces.fetch[apart], spans.brought_start[pieces.carrier[apart]]
+        self._hold(fetches.device[fetch], start, joined[fetch], pieces.bytes[apart], MemoryKind.BUFFERS, late=True)
+        back = np.flatnonzero(self._times.goes_back[readers.tile])
+        tile = readers.tile[back]
+        begun = np.where(self._times.again[tile], spans.again_start[tile], spans.begun[tile])
+        joined, apart = least(readers.fetch[back], begun, size, 0), apart[again[pieces.fetch[apart]] != NEVER]
+        fetch, start = pieces.fetch[apart], spans.gathered_start[pieces.carrier[apart]]
         self._hold(fetches.device[fetch], start, joined[fetch], pieces.bytes[apart], MemoryKind.BUFFERS, late=True)
         several = ~fetches.remote & (np.diff(fetches.pieces) > 1)
         reader = np.flatnonzero(several[readers.fetch])
