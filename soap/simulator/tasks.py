@@ -118,7 +118,8 @@ Places = Mapping[int, int]
 @dataclass(frozen=True)
 class TaskPlaces:
     """Which task is for what, beside passes, which know their tiles. By a carrier's first part, ``brought``: its task, ``returned``: that
-    of the gradients, ``gathered``: that of its second time. By reduction, ``summed``, ``summed_back``. ``rows``: of marks (``plan.marks``), by name those of tiles."""
+    of the gradients, ``gathered``: that of its second time.
+    By reduction, ``summed``, ``summed_back``. ``rows``: of marks (``plan.marks``), by name those of tiles."""
 
     brought: Mapping[Part, int] = field(default_factory=dict)
     returned: Mapping[Part, int] = field(default_factory=dict)

@@ -441,6 +441,7 @@ def _calls(actions: Sequence[Action], rank: int) -> list[tuple[str, int]]:
 def _handlers(forward: ForwardPass, backward: BackwardPass, gradients: Gradients) -> dict[str, Callable[[int], None]]:
     def run_segment(number: int) -> None:
         forward.release()
+        forward.gather_for(number)
         backward.run_segment(number)
 
     handlers: dict[ActionKind, Callable[[int], None]] = {
@@ -450,6 +451,8 @@ def _handlers(forward: ForwardPass, backward: BackwardPass, gradients: Gradients
         ActionKind.REDUCE: forward.reduce,
         ActionKind.REDUCE_NUMBERS: forward.reduce_numbers,
         ActionKind.LOSS: forward.tell_loss,
+        ActionKind.TRANSFER_AGAIN: forward.transfer_again,
+        ActionKind.EXCHANGE_AGAIN: forward.exchange_again,
         ActionKind.RECOMPUTE: forward.recompute,
         ActionKind.SEGMENT: run_segment,
         ActionKind.WEIGHTS: backward.run_weights,

@@ -36,7 +36,8 @@ class Played(NamedTuple):
     among them, a task that it waits for), by place. ``replayable``: makes the rest, which few ask for.
 
     The tasks, or NONE: by tile ``forward``, ``backward``, ``weights``, ``again`` (second run), and by name all ``rows`` of marks; by
-    carrier of ``PlanArrays`` ``brought``, ``returned`` and ``gathered`` (its second time); by reduction ``summed`` and ``summed_back``. ``named``: by name of a
+    carrier of ``PlanArrays`` ``brought``, ``returned`` and ``gathered`` (its second time);
+    by reduction ``summed`` and ``summed_back``. ``named``: by name of a
     synchronization's or an update's task, its first and its last chunk.
     """
 
