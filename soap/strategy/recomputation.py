@@ -207,6 +207,18 @@ def selectively_recomputed(graph: OperatorGraph, strategy: Strategy) -> Strategy
     return with_repeatable_levels(graph, strategy, _all_runs(graph, LIGHT))
 
 
+def gathering_again(graph: OperatorGraph, strategy: Strategy) -> Strategy:
+    """The strategy in which operators with products do not keep operands that are gathered from several devices, but gather them again for
+    the backward pass, as Megatron-LM does with sequence parallelism (Korthikanti et al., section 4.2.2); recomputed ones for their second
+    runs. As ``with_repeatable_levels``. Those with other marks keep them, and rows of experts are not gathered again."""
+    levels = {}
+    for op in graph.operators:
+        config, routed = strategy.operators[op.name], any(operand.tensor in graph.routed for operand in op.inputs)
+        if op.kind in PRODUCTS and not config.offload and not routed and refusal(graph, op) is None:
+            levels[op.name] = GATHERING.get(config.recompute, config.recompute)
+    return with_repeatable_levels(graph, strategy, levels)
+
+
 def _all_runs(graph: OperatorGraph, extent: int) -> dict[str, int]:
     return {name: level for levels in run_levels(graph, extent) for name, level in levels.items()}
 
