@@ -131,6 +131,14 @@ class Delivery:
         return frozenset(found)
 
 
+    @cached_property
+    def leaves_sums(self) -> bool:
+        """Whether all that it leaves are sums over several devices, which are read where they are, as they are."""
+        if not self.reductions or self.messages or self.exchanges or any(len(own.devices) < 2 for own in self.reductions):
+            return False
+        return all(own.reduction is not None for own in self.holdings) and all(len(fetch.pieces) == 1 for fetch in self.fetches)
+
+
 class PlacedDelivery:
     """The delivery of the operator at ``position``, whose outputs ``tensors`` the operators ``readers`` read, on ``devices``: ``like`` that
     of an operator that is alike on devices that lie alike, but for names. All of it is made when it is asked for."""

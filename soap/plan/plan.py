@@ -267,6 +267,18 @@ class Plan:
         found = ((own.position, own.gatherers) for own in self.deliveries)
         return frozenset(position for position, readers in found if readers and self._may_gather(position, readers))
 
+    @cached_property
+    def summed_again(self) -> frozenset[int]:
+        """Positions of the operators whose outputs are summed a second time: all that they leave are sums over several devices, they run
+        again as a whole, and so do all that read these, which gather again (``Marked.gathers``)."""
+        again = frozenset(i for i in self.recomputed_operators if self.marked[i].gathers)
+        found = (own for own in self.deliveries if again and own.position in self.recomputed_operators - self.light_operators)
+        return frozenset(
+            own.position
+            for own in found
+            if own.readers and own.like.leaves_sums and again.issuperset(own.readers) and self._may_gather(own.position, own.readers)
+        )
+
     def _may_gather(self, position: int, readers: Iterable[int]) -> bool:
         tensors, outputs = self.graph.tensors, self.graph.operators[position].outputs
         stays = all(tensors[out.tensor].requires_grad for out in outputs) and not self.marked.get(position, NOTHING).kept_until

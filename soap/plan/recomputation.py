@@ -55,7 +55,10 @@ def dropped_holdings(plan: Plan, tiles: Collection[int], active: Collection[int]
         if whole and any(tile in active and tile not in tiles for tile, _ in fetch.consumers):
             kept.update(piece.holding for piece in fetch.pieces)
     made = (place for place, held in enumerate(plan.holdings) if held.reduction is None and held.tile in tiles) if tiles else ()
-    return frozenset(place for place in made if place not in kept and not keeps_outputs(plan, plan.holdings[place].tile))
+    dropped = frozenset(place for place in made if place not in kept and not keeps_outputs(plan, plan.holdings[place].tile))
+    again = plan.summed_again
+    sums = (place for place, held in enumerate(plan.holdings) if held.reduction is not None and plan.tiles[held.tile].operator in again)
+    return dropped.union(sums if again else ())
 
 
 def needed_from(plan: Plan) -> tuple[int, ...]:

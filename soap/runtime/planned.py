@@ -260,7 +260,7 @@ def _subjects(places: Places, segments: Numbers, sums: Numbers) -> dict[ActionKi
         kind.REDUCE_NUMBERS: sums,
         **dict.fromkeys((kind.TRANSFER, kind.TRANSFER_AGAIN, kind.RETURN), places.messages),
         **dict.fromkeys((kind.EXCHANGE, kind.EXCHANGE_AGAIN, kind.RETURN_EXCHANGE), places.exchanges),
-        **dict.fromkeys((kind.REDUCE, kind.REDUCE_GRADIENT), places.reductions),
+        **dict.fromkeys((kind.REDUCE, kind.REDUCE_AGAIN, kind.REDUCE_GRADIENT), places.reductions),
         **dict.fromkeys((kind.SEGMENT, kind.WEIGHTS, kind.RECOMPUTE), segments),
     }
 

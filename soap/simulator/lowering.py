@@ -62,7 +62,7 @@ from soap.simulator.communication.prices import Communication
 from soap.simulator.communication.synchronizing import Synchronization
 from soap.simulator.costs import ROW_NS, CostModel
 from soap.simulator.second_runs import Need, SecondRuns
-from soap.simulator.task_list import BACKWARD, COUNT, FORWARD, GATHER, WEIGHTS, TaskList
+from soap.simulator.task_list import BACKWARD, COUNT, FORWARD, GATHER, SUM, WEIGHTS, TaskList
 from soap.simulator.tasks import GRADIENTS, TaskGraph, TaskKind, TaskPlaces
 
 __all__ = ["PlanBuilder", "build_plan", "lower"]
@@ -120,6 +120,7 @@ class _Lowering:
         self._brought: dict[Part, int] = {}
         self._returned: dict[Part, int] = {}
         self._gathered: dict[Part, int] = {}
+        self._summed_again: dict[int, int] = {}
         self._sums: tuple[dict[int, int], dict[int, int]] = {}, {}
         self._arrivals: list[list[int]] = [[] for _ in plan.tiles]
         self._arrivals_back: dict[int, list[int]] = {}
@@ -161,6 +162,8 @@ class _Lowering:
         for carrier in chain.from_iterable(self._index.carriers) if again else ():
             if self._maker(carrier.parts[0]).operator in again:
                 self._gather_again(carrier)
+        if self.plan.summed_again:
+            self._sum_again()
 
     def keep_order(self) -> None:
         """With micro-batches, let each pass wait for the one before it on its device (``Plan.order``)."""
@@ -184,9 +187,10 @@ class _Lowering:
 
     def places(self, order: Sequence[int]) -> TaskPlaces:
         """Which task is for what. ``order``: by task, where it is in the end."""
-        found: tuple[Mapping[Any, int], ...] = (self._brought, self._returned, self._gathered, *self._sums, *self._second.rows.values())
-        brought, returned, gathered, summed, back, *rows = ({key: order[task] for key, task in each.items()} for each in found)
-        return TaskPlaces(brought, returned, gathered, summed, back, dict(zip(self._second.rows, rows, strict=True)))
+        found: tuple[Mapping[Any, int], ...] = (self._brought, self._returned, self._gathered, *self._sums, self._summed_again)
+        own = ({key: order[task] for key, task in each.items()} for each in (*found, *self._second.rows.values()))
+        brought, returned, gathered, summed, back, again, *rows = own
+        return TaskPlaces(brought, returned, gathered, summed, back, again, dict(zip(self._second.rows, rows, strict=True)))
 
     def _backward_tiles(self, position: int) -> None:
         arrivals: dict[int, list[int]] = {}
@@ -195,6 +199,7 @@ class _Lowering:
             reduced = self._reduced_gradient(place)
             held = self._index.of_reduction[place]
             several = len(self.plan.reductions[place].devices) > 1
+            several &= position not in self.plan.summed_again
             claimed = self._second.summed(held, *reduced) if several and reduced else self._second.claims(held)
             for index in self.plan.reductions[place].tiles:
                 arrivals.setdefault(index, []).extend(reduced)
@@ -270,6 +275,20 @@ class _Lowering:
         task = self._gathered[carrier.parts[0]] = self._carrier_task(carrier, carrier.parts, after, gradient=False, again=True)
         for tile in readers:
             self._list.wait_also(again.get(tile, self.backward_tasks[tile]), (task,))
+
+    def _sum_again(self) -> None:
+        """Add the sums that are made a second time, of what second runs make, and let second runs that read them wait for them."""
+        again, summed = self._second.rows["again"], dict[int, int]()
+        for place, reduction in enumerate(self.plan.reductions):
+            if reduction.operator in self.plan.summed_again and all(tile in again for tile in reduction.tiles):
+                after = tuple(again[tile] for tile in reduction.tiles)
+                summed[place] = self._reduce_task(reduction, after, gradient=False, again=True)
+        for fetch in self.plan.fetches:
+            found = [self.plan.holdings[piece.holding].reduction for piece in fetch.pieces]
+            for tile, _ in fetch.consumers if any(own in summed for own in found) else ():
+                if tile in again:
+                    self._list.wait_also(again[tile], (summed[own] for own in found if own is not None))
+        self._summed_again = summed
 
     def _maker(self, part: Part) -> Tile:
         fetch, piece = part
@@ -362,11 +381,11 @@ class _Lowering:
                 for tile in reduction.tiles:
                     self._arrivals[tile].append(task)
 
-    def _reduce_task(self, reduction: Reduction, after: Iterable[int], *, gradient: bool) -> int:
+    def _reduce_task(self, reduction: Reduction, after: Iterable[int], *, gradient: bool, again: bool = False) -> int:
         op = self.plan.graph.operators[reduction.operator]
         first = self.plan.tiles[reduction.tiles[0]].index
-        place = self._id(reduction.operator, 0 if gradient else 2, first, reduction.output, gradient=gradient)
-        name = reduce_name(op, reduction, gradient=gradient)
+        place = self._id(reduction.operator, SUM if again else 0 if gradient else 2, first, reduction.output, gradient=gradient or again)
+        name = reduce_name(op, reduction, gradient=gradient) + AGAIN * again
         if reduction.cells:
             return self._list.exchange(place, name, TaskKind.REDUCE, scatter_rounds(self.plan, reduction, gradient=gradient), after)
         if gradient:

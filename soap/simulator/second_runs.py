@@ -67,8 +67,9 @@ class SecondRuns:
         for holding in local:
             held = self._plan.holdings[holding]
             together = [all_marked()[mark] for mark in self._mark(held.tile).together]
+            again = held.reduction is None or self._plan.tiles[held.tile].operator in self._plan.summed_again
             for tile, _ in fetch.consumers:
-                if links and held.reduction is None and tile in self.needs and self._mark(tile) in together:
+                if links and again and tile in self.needs and self._mark(tile) in together:
                     self._claim(holding, self.needs[tile])
                 elif carries and tile in self._backward:
                     self._claim(holding, Need(self._precedence(tile), self._backward[tile]))

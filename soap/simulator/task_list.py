@@ -22,6 +22,8 @@ WEIGHTS = 5
 """Stage of a tile's weight gradients among backward tasks, behind all others."""
 GATHER = 6
 """Stage of what is gathered again among backward tasks."""
+SUM = 7
+"""Stage of what is summed again among backward tasks."""
 
 
 class TaskList:

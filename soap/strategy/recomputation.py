@@ -209,12 +209,13 @@ def selectively_recomputed(graph: OperatorGraph, strategy: Strategy) -> Strategy
 
 def gathering_again(graph: OperatorGraph, strategy: Strategy) -> Strategy:
     """The strategy in which operators with products do not keep operands that are gathered from several devices, but gather them again for
-    the backward pass, as Megatron-LM does with sequence parallelism (Korthikanti et al., section 4.2.2); recomputed ones for their second
-    runs. As ``with_repeatable_levels``. Those with other marks keep them, and rows of experts are not gathered again."""
+    the backward pass, as Megatron-LM does with sequence parallelism (Korthikanti et al., section 4.2.2). Those that are recomputed
+    communicate again for their second runs: what they gather, and sums that are made again. As ``with_repeatable_levels``. Those with other
+    marks keep what they read, and so do those that read rows of experts."""
     levels = {}
     for op in graph.operators:
         config, routed = strategy.operators[op.name], any(operand.tensor in graph.routed for operand in op.inputs)
-        if op.kind in PRODUCTS and not config.offload and not routed and refusal(graph, op) is None:
+        if (op.kind in PRODUCTS or config.recompute) and not config.offload and not routed and refusal(graph, op) is None:
             levels[op.name] = GATHERING.get(config.recompute, config.recompute)
     return with_repeatable_levels(graph, strategy, levels)
 

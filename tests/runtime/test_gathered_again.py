@@ -26,6 +26,14 @@ PLANS: dict[str, Plan] = {
     "messages": plan_of(mlp(), split((0, 1), b=2), fc0=PAIR, fc1=PAIR),
     "several readers": plan_of(transformer(batch=6), ROWS, **{f"{i}.{part}": PAIR for i in range(2) for part in ("q", "k", "v", "fc1")}),
 }
+SUMS: dict[str, Plan] = {
+    "all-reduce": plan_of(mlp(), split((0, 1, 2), n=3), fc1=split((0, 1, 2), k=3), act1=split((0, 1, 2), replicas=3), head=split((0,))),
+    "reduce-scatter": plan_of(mlp(batch=9), split((0, 1, 2), n=3), fc1=split((0, 1, 2), k=3), act1=ROWS, head=ROWS, cross=ROWS),
+    "transformer": plan_of(
+        transformer(batch=6), split((0, 1), b=2), **{f"{i}.{part}": PAIR for i in range(2) for part in ("q", "k", "v", "fc1")},
+        **{f"{i}.{part}": split((0, 1), k=2) for i in range(2) for part in ("proj", "fc2")},
+    ),
+}  # fmt: skip
 KINDS = (ActionKind.TRANSFER_AGAIN, ActionKind.EXCHANGE_AGAIN)
 
 
@@ -51,9 +59,22 @@ def test_it_trains_like_one_process_and_changes_no_bit(pool: Pool, name: str, le
     assert sent[1] - sent[0] == steps * moved > 0
 
 
+@pytest.mark.parametrize("name", SUMS)
+def test_second_runs_sum_again(pool: Pool, name: str) -> None:
+    usual, again = SUMS[name], gathering(SUMS[name], GATHERING[RECOMPUTED])
+    before, outcomes = pool.run(train, usual), pool.run(train, again)
+    assert_equal_to_one_process(outcomes)
+    assert outcomes[0].losses == before[0].losses
+    program, steps = compile_program(again), 2
+    own = [again.reductions[number] for number in program.summed_again]
+    summed = 8 * sum(volume(reduction.box) * len(reduction.devices) for reduction in own)
+    reduced = [sum(outcome.traffic.reduced_bytes for outcome in each) for each in (before, outcomes)]
+    assert reduced[1] - reduced[0] == steps * summed > 0
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_any_mixture_in_any_order(pool: Pool, seed: int) -> None:
-    for plan in PLANS.values():
+    for plan in (*PLANS.values(), *SUMS.values()):
         mixed = gathering(plan, *ALL_LEVELS, seed=seed)
         assert_equal_to_one_process(pool.run(train, mixed, random_order(mixed, random.Random(seed))))
 

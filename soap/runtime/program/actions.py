@@ -39,6 +39,8 @@ class ActionKind(Enum):
     """Send or receive ``plan.messages[subject]`` a second time, for backward passes."""
     EXCHANGE_AGAIN = auto()
     """Take part in ``plan.exchanges[subject]`` a second time."""
+    REDUCE_AGAIN = auto()
+    """Sum the partial results of ``plan.reductions[subject]`` a second time, as second runs have made them."""
     RECOMPUTE = auto()
     """Run the tiles of ``segments[subject]`` forward a second time, for its backward pass."""
     RETURN = auto()

@@ -67,18 +67,27 @@ def second_runs(run: RunOrder) -> Iterator[Entry]:
 def gathered_again(plan: Plan, run: RunOrder) -> Iterator[Entry]:
     """What travels a second time, right before the first second run, or backward pass, that reads it."""
     second, backward = {number: turn for turn, number in run.second_turns}, run.turns.backward
+
+    def entry(fetches: Iterable[int], kind: ActionKind, number: int, devices: tuple[int, ...]) -> Iterator[Entry]:
+        readers = {run.segment_of[tile] for fetch in fetches for tile, _ in plan.fetches[fetch].consumers if tile in run.activity.tiles}
+        turns = {reader: second.get(reader, backward[reader]) for reader in readers}
+        turn = min(turns.values(), default=None)
+        if turn is not None:
+            start = min(run.segments[reader].start for reader in readers if turns[reader] == turn)
+            yield (turn, BEFORE, start - 1, kind.value, number), Action(kind, number, devices)  # behind second runs of what is read
+
+    for number, reduction in enumerate(plan.reductions if plan.summed_again else ()):
+        if reduction.operator in plan.summed_again:
+            holdings = [run.index.reduced[number, device] for device in reduction.devices if (number, device) in run.index.reduced]
+            fetches = (fetch for holding in holdings for fetch in run.index.fetches_from[holding])
+            yield from entry(fetches, ActionKind.REDUCE_AGAIN, number, reduction.devices)
     for (_, number), carrier in run.index.moves.items() if plan.gathered_again else ():
         maker = remote_parts(plan, carrier.parts)[0][3]
-        fetches = {fetch for fetch, _ in carrier.parts}
-        readers = {run.segment_of[tile] for fetch in fetches for tile, _ in plan.fetches[fetch].consumers if tile in run.activity.tiles}
-        if not readers or plan.tiles[plan.holdings[maker].tile].operator not in plan.gathered_again:
+        if plan.tiles[plan.holdings[maker].tile].operator not in plan.gathered_again:
             continue
-        turns = {reader: second.get(reader, backward[reader]) for reader in readers}
-        turn = min(turns.values())
-        start = min(run.segments[reader].start for reader in readers if turns[reader] == turn)
         devices = (carrier.source, carrier.target) if isinstance(carrier, Message) else carrier.devices
-        what = ActionKind.TRANSFER_AGAIN if isinstance(carrier, Message) else ActionKind.EXCHANGE_AGAIN
-        yield (turn, BEFORE, start - 1, what.value, number), Action(what, number, devices)  # behind second runs of what is read
+        kind = ActionKind.TRANSFER_AGAIN if isinstance(carrier, Message) else ActionKind.EXCHANGE_AGAIN
+        yield from entry((fetch for fetch, _ in carrier.parts), kind, number, devices)
 
 
 NumberSums = tuple[tuple[int, ...], ...]
@@ -223,6 +232,11 @@ class Program:
         return frozenset(fetch for number in self._carried_again for fetch, _ in self.index.moves[number].parts)
 
     @cached_property
+    def summed_again(self) -> frozenset[int]:
+        """Reductions that are made a second time."""
+        return frozenset(own.subject for own in self.interleaved or self.backward if own.kind is ActionKind.REDUCE_AGAIN)
+
+    @cached_property
     def _carried_again(self) -> list[Carrier]:
         own: dict[ActionKind, Literal["message", "exchange"]]
         own = {ActionKind.TRANSFER_AGAIN: "message", ActionKind.EXCHANGE_AGAIN: "exchange"}
@@ -323,6 +337,8 @@ def task_name(program: Program, kind: str, subject: int) -> str:
         case ActionKind.SEGMENT | ActionKind.WEIGHTS | ActionKind.RECOMPUTE as own:
             first = plan.tiles[program.segments[subject].tiles[0]]
             return _PASSES[own](plan.operator(first), first)
+        case ActionKind.REDUCE_AGAIN:
+            return reduce_name(plan.graph.operators[plan.reductions[subject].operator], plan.reductions[subject]) + AGAIN
         case ActionKind.TRANSFER_AGAIN:
             return message_name(plan, plan.messages[subject]) + AGAIN
         case ActionKind.EXCHANGE_AGAIN:

@@ -282,10 +282,11 @@ class ForwardPass:
         for holding in holdings:
             self.state.values.leave_again(("holding", holding))
 
-    def reduce(self, number: int) -> None:
-        """Sum this rank's partial results, then begin to sum over the group."""
+    def reduce(self, number: int, again: str = "") -> None:
+        """Sum this rank's partial results, then begin to sum over the group. ``again``: behind the name of its task, if it is the second
+        time."""
         reduction, total = self.plan.reductions[number], self._own_sum(number)
-        name = reduce_name(self.state.graph.operators[reduction.operator], reduction)
+        name = reduce_name(self.state.graph.operators[reduction.operator], reduction) + again
         state = self.state
         pending = state.scatter_sum(total, number, name) if reduction.cells else state.sum_over(total, reduction.devices, name)
         self._round(pending, number)
@@ -390,7 +391,7 @@ class ForwardPass:
             tensor = outputs[summand.output]
             if tensor is None:
                 continue
-            if not self._second:
+            if not self._second or summand.reduction in self.program.summed_again:
                 self._partials[tile.number, summand.output] = tensor.detach()
             if summand.answered and tile.again is self._second:
                 self._note(Output(Awaited(tensor) if summand.seed is None else tensor, None, summand.reduction, summand.seed))
@@ -467,7 +468,7 @@ class ForwardPass:
             if self._leave(("holding", holding)):
                 self._attached.pop(holding, None)
                 reduction = self.plan.holdings[holding].reduction
-                if reduction is not None and not self._second:
+                if reduction is not None and (not self._second or reduction in self.program.summed_again):
                     self._reducing.pop(reduction)
 
     def _leave(self, key: ValueKey) -> bool:

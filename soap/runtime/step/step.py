@@ -22,6 +22,7 @@ from soap.model.regions import Box
 from soap.plan.departures import sending_pass
 from soap.plan.division import weights_name
 from soap.plan.plan import (
+    AGAIN,
     Exchange,
     Part,
     Pattern,
@@ -453,6 +454,7 @@ def _handlers(forward: ForwardPass, backward: BackwardPass, gradients: Gradients
         ActionKind.LOSS: forward.tell_loss,
         ActionKind.TRANSFER_AGAIN: forward.transfer_again,
         ActionKind.EXCHANGE_AGAIN: forward.exchange_again,
+        ActionKind.REDUCE_AGAIN: partial(forward.reduce, again=AGAIN),
         ActionKind.RECOMPUTE: forward.recompute,
         ActionKind.SEGMENT: run_segment,
         ActionKind.WEIGHTS: backward.run_weights,

@@ -16,15 +16,19 @@ from soap.simulator.compiled.operator_tasks import add_carrier, add_count, add_s
 from soap.simulator.compiled.rows import is_sparse_lookup
 from soap.simulator.compiled.scratch import CARRIERS, EDGES, FETCHES, FULL, GRADIENTS, HOLDINGS, REDUCTIONS, RESOURCES, TASKS
 from soap.simulator.compiled.second_runs import (
+    GATHERED,
+    SUMMED,
     add_claim,
     begin_claims,
     claim_by_readers,
     gather_again,
     is_gathered_again,
+    is_summed_again,
     last_reader,
     link_second_runs,
     need_tiles,
     place_rows,
+    sum_again,
     tile_slots,
     weights_slot,
 )
@@ -89,18 +93,18 @@ def _place_weights(W, op, costs):  # type: ignore[no-untyped-def]
 @compiled
 def lower_operator(W: World, op: int) -> bool:
     """Make an operator's block anew, from the current configurations. True if it has changed which of the operator's tiles have a backward
-    pass."""
+    pass. ``again``, in what this calls: whether its outputs are ``GATHERED`` or ``SUMMED`` again, else 0."""
     G, V, C, S = W.graph, W.variants, W.state, W.scratch
     count = tile_count(V, C, op)
     S.count[TASKS] = S.count[EDGES] = S.count[RESOURCES] = S.count[GRADIENTS] = 0
     deliver(W, op)
-    again = is_gathered_again(W, op)
+    again = GATHERED if is_gathered_again(W, op) else SUMMED if is_summed_again(W, op) else 0
     own = count * (2 if runs_again(C, op) else 1)
     for slot in range(G.reader_ptr[op + 1] - G.reader_ptr[op]):
         reader = G.reader[G.reader_ptr[op] + slot]
         S.slot_base[slot], S.need_base[slot] = own, -1
         own += tile_count(V, C, reader)
-        if needed_together(C, op, reader) or (again and gathers(C, reader)):
+        if needed_together(C, op, reader) or (again == GATHERED and gathers(C, reader)):
             S.need_base[slot] = own
             own += tile_count(V, C, reader)
         if slot + 2 > len(S.slot_base):
@@ -230,11 +234,13 @@ def _backward(W, op, own, own_slot, again):  # type: ignore[no-untyped-def]
         if C.divided[op]:
             C.alive[weights_slot(C, op) + tile] = alive
     if is_needed(C, op):
-        changed |= need_tiles(W, op, cells, own, starts)
+        changed |= need_tiles(W, op, cells, own, starts, again)
     if is_made_again(C, op):
         link_second_runs(W, op)
-    if again:
+    if again == GATHERED:
         gather_again(W, op, own, own_slot)
+    elif again == SUMMED:
+        sum_again(W, op, own, own_slot)
     return changed
 
 

@@ -37,7 +37,7 @@ class Played(NamedTuple):
 
     The tasks, or NONE: by tile ``forward``, ``backward``, ``weights``, ``again`` (second run), and by name all ``rows`` of marks; by
     carrier of ``PlanArrays`` ``brought``, ``returned`` and ``gathered`` (its second time);
-    by reduction ``summed`` and ``summed_back``. ``named``: by name of a
+    by reduction ``summed``, ``summed_back`` and ``summed_again``. ``named``: by name of a
     synchronization's or an update's task, its first and its last chunk.
     """
 
@@ -57,6 +57,7 @@ class Played(NamedTuple):
     gathered: Longs
     summed: Longs
     summed_back: Longs
+    summed_again: Longs
     named: Mapping[str, tuple[int, int]]
 
 
@@ -90,7 +91,7 @@ def played_of(tasks: TaskGraph, schedule: Schedule) -> Played:
         *passes,
         {name: _by_number(own.rows.get(name, {}), range(tiles)) for name in row_names()},
         *(_by_number(places, parts) for places in (own.brought, own.returned, own.gathered)),
-        *(_by_number(places, sums) for places in (own.summed, own.summed_back)),
+        *(_by_number(places, sums) for places in (own.summed, own.summed_back, own.summed_again)),
         named,
     ]
     return Played(*fields)

@@ -56,8 +56,8 @@ class Active(NamedTuple):
 
 class Again(NamedTuple):
     """``tiles``: whether each runs forward twice. ``maker``, ``reader``: pairs of these, of which one reads what the other makes again.
-    ``gathered``, ``gatherer``: pairs of one of these and a tile, on any device, that reads what it makes again once that has been gathered
-    again."""
+    ``gathered``, ``gatherer``: pairs of one of these and a tile, on any device, that reads what it makes again once that has been gathered,
+    or summed, again."""
 
     tiles: Bools
     maker: Longs
@@ -247,7 +247,20 @@ class _Ordering:
             place, row = rows_of(arrays.fetches.readers, pieces.fetch[piece])
             reader = arrays.readers.tile[row]
             pairs += [maker[piece][place][reads[reader]], reader[reads[reader]]]
-        return Again(again, *pairs)
+        members, readers = self._summed_again(active)
+        return Again(again, pairs[0], pairs[1], np.append(pairs[2], members), np.append(pairs[3], readers))
+
+    def _summed_again(self, active: Active) -> tuple[Longs, Longs]:
+        """Pairs of a tile and of one that reads a sum, made a second time, to which the first contributes."""
+        arrays, chosen = self._arrays, np.zeros(len(self._plan.graph.operators) + 1, np.bool_)
+        chosen[list(self._plan.summed_again)] = True
+        held = arrays.holdings.sum[arrays.pieces.holding]
+        piece = np.flatnonzero(chosen[np.append(arrays.sums.operator, -1)[held]])
+        place, row = rows_of(arrays.fetches.readers, arrays.pieces.fetch[piece])
+        reader, summed = arrays.readers.tile[row], held[piece][place]
+        reader, summed = reader[active.tiles[reader]], summed[active.tiles[reader]]
+        place, row = rows_of(arrays.sums.members, summed)
+        return arrays.sums.member[row], reader[place]
 
     def _runs(self, again: Again) -> Longs:
         """By tile, the lowest tile of its run, or -1 if it does not run twice. Linked tiles take the lower one's number, and that one's,

@@ -31,7 +31,8 @@ class Spans(NamedTuple):
     the order in which ranks run it. ``begun``: when that segment's backward pass begins. ``light``: whether it keeps its outputs though it
     runs again. ``rows_start``, ``rows_end``: of each row of marks, by name. By carrier: ``brought``, ``returned``, ``gathered``: its
     second time. By reduction:
-    ``summed``: when devices sum, and of a single device when its last tile runs; ``summed_back_start``: of the sum of gradients.
+    ``summed``: when devices sum, and of a single device when its last tile runs; ``summed_back_start``: of the sum of gradients,
+    ``again_summed``: of the second time.
     ``named``: by name of a task of a synchronization or an update; ``ready``: when all that it waits for is over. ``end``: of the step.
     """
 
@@ -61,6 +62,8 @@ class Spans(NamedTuple):
     summed_start: Longs
     summed_end: Longs
     summed_back_start: Longs
+    again_summed_start: Longs
+    again_summed_end: Longs
     named: Mapping[str, Span]
     ready: Mapping[str, int]
 
@@ -87,6 +90,7 @@ def spans_of(run: Played, order: RankOrder, plan: Plan, arrays: PlanArrays) -> S
         "brought": run.brought,
         "returned": run.returned,
         "gathered": run.gathered,
+        "again_summed": run.summed_again,
         "summed": np.where(run.summed == NONE, run.forward[_last_members(arrays.sums, run.end[run.forward])], run.summed),
     }
     return Spans(

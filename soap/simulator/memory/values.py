@@ -93,7 +93,7 @@ class _Values:
         first, second = (most(held.output[own], np.maximum(until[own], 0), size, 0) for until in read)
         summed = owners(sums.members)
         output = np.searchsorted(outputs.tile, sums.member) + sums.output[summed]
-        first[output], second[output] = self._spans.summed_start[summed], 0
+        first[output], second[output] = self._spans.summed_start[summed], np.maximum(0, self._spans.again_summed_start[summed])
         return first, second
 
     def _kept(self) -> None:
@@ -199,6 +199,12 @@ class _Values:
         scattered = sums.scattered[own.sum]
         self._hold(own.device, start, over, own.bytes, MemoryKind.KEPT, early=~scattered, late=True, made=scattered)
         self._scattered(np.flatnonzero(scattered), start, done)
+        start, done = self._spans.again_summed_start[own.sum], self._spans.again_summed_end[own.sum]
+        again = np.flatnonzero(start != NEVER)
+        ends = most(self._arrays.holdings.sum[held := self._arrays.holdings.sum >= 0], read.second[held], len(sums.bytes), 0)
+        until, kinds = np.maximum(done, ends[own.sum])[again], {"early": ~scattered[again], "made": scattered[again]}
+        self._hold(own.device[again], start[again], until, own.bytes[again], MemoryKind.KEPT, late=True, **kinds)
+        self._scattered(again[scattered[again]], start, done)
         return over
 
     def _kept_sums(self, read: ReadUntil, played: Played, done: Longs) -> Longs:
