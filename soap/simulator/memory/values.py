@@ -78,23 +78,29 @@ class _Values:
         there as long as of any other. Returns when those of first runs have gone."""
         own, device = self._arrays.outputs, self._arrays.tiles.device
         used = np.where(own.keeps, self._times.left[own.tile], self._times.work_end[own.tile])
-        gone = np.zeros(0, np.int64)
+        gone, stays = np.zeros(0, np.int64), self._spans.light[own.tile]
+        stays[self._summands()[0]] = False  # nobody reads them but their sum
         for waits, (place, start, end) in zip(self._waits(read), self._lives(own.tile, used), strict=False):
             tile = own.tile[place]
-            over = np.maximum(np.where(self._spans.light[tile], used[place], end), waits[place])
+            over = np.maximum(np.where(stays[place], used[place], end), waits[place])
             self._hold(device[tile], start, over, own.bytes[place], MemoryKind.KEPT, late=True)
             gone = gone if len(gone) else over
         return gone
 
     def _waits(self, read: ReadUntil) -> tuple[Longs, Longs]:
         """Until when outputs wait for others, as first and as second runs make them. Partial results wait for their sum alone."""
-        held, sums, outputs = self._arrays.holdings, self._arrays.sums, self._arrays.outputs
+        held, outputs = self._arrays.holdings, self._arrays.outputs
         size, own = len(outputs.tile), held.output >= 0
         first, second = (most(held.output[own], np.maximum(until[own], 0), size, 0) for until in read)
-        summed = owners(sums.members)
-        output = np.searchsorted(outputs.tile, sums.member) + sums.output[summed]
+        output, summed = self._summands()
         first[output], second[output] = self._spans.summed_start[summed], np.maximum(0, self._spans.again_summed_start[summed])
         return first, second
+
+    def _summands(self) -> tuple[Longs, Longs]:
+        """(rows of ``Outputs`` with partial results, the sums of these)."""
+        sums, outputs = self._arrays.sums, self._arrays.outputs
+        summed = owners(sums.members)
+        return np.searchsorted(outputs.tile, sums.member) + sums.output[summed], summed
 
     def _kept(self) -> None:
         """Hold all that tiles keep but their outputs."""
