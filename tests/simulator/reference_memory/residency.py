@@ -294,8 +294,8 @@ class _Values:
                 if number in self.spans.summed_again:
                     begun, ended = self.spans.summed_again[number]
                     lives.append((begun, ended, max(ended, again.get(number, 0))))
-                for start, done, over in lives:
-                    self._hold_sum(reduction, device, size, start, done, over)
+                for life in lives:
+                    self._hold_sum(reduction, device, size, *life)
 
     def _hold_sum(self, reduction: Reduction, device: int, size: int, start: int, done: int, over: int) -> None:
         """Write down a sum, or a cell of ``size`` bytes, from when it is begun and ``done`` on."""
