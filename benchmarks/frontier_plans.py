@@ -292,7 +292,7 @@ def strategy_of(row: Row, own: Said, graph: OperatorGraph, topology: Topology) -
     elif own.recompute == "attention":
         names = [op.name for op in graph.operators if "attention" in op.name and op.kind != "linear"]
         strategy = with_repeatable_levels(graph, strategy, dict.fromkeys(names, RECOMPUTED))
-    return gathering_again(graph, strategy) if lays["scatters"] else strategy
+    return gathering_again(graph, strategy) if lays["scatters"] or own.recompute != "none" else strategy  # as their trainers do
 
 
 def _second_layers(graph: OperatorGraph, strategy: Strategy) -> list[str]:
