@@ -31,7 +31,7 @@ from soap.simulator.kernels import Kernels
 from soap.strategy.config import Strategy
 from soap.strategy.megatron import ExpertMapping, hybrid
 from soap.strategy.named import ADDED
-from soap.strategy.recomputation import RECOMPUTED, in_micro_batches, recomputed, with_repeatable_levels
+from soap.strategy.recomputation import RECOMPUTED, gathering_again, in_micro_batches, recomputed, with_repeatable_levels
 
 Row = Mapping[str, Any]
 
@@ -301,7 +301,7 @@ def strategy_of(row: Row, own: Said, graph: OperatorGraph, topology: Topology) -
     elif own.recompute == "attention":
         names = [op.name for op in graph.operators if "attention" in op.name and op.kind != "linear"]
         strategy = with_repeatable_levels(graph, strategy, dict.fromkeys(names, RECOMPUTED))
-    return strategy
+    return gathering_again(graph, strategy) if lays["scatters"] or own.recompute != "none" else strategy  # as their trainers do
 
 
 def _second_layers(graph: OperatorGraph, strategy: Strategy) -> list[str]:

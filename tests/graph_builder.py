@@ -236,8 +236,8 @@ def counting(graph: OperatorGraph) -> OperatorGraph:
 
 
 def overlapping(graph: OperatorGraph) -> OperatorGraph:
-    """The same graph, all of whose operators run in parts with the collectives of their edges."""
-    return replace(graph, operators=tuple(replace(op, overlaps=True) for op in graph.operators))
+    """The same graph, all of whose operators but lookups run in parts with the collectives of their edges."""
+    return replace(graph, operators=tuple(replace(op, overlaps=op.kind != "embedding") for op in graph.operators))
 
 
 def mlp(batch: int = 8, widths: Sequence[int] = (16, 32, 16), classes: int = 4) -> OperatorGraph:

@@ -116,6 +116,28 @@ class Delivery:
     readers: Mapping[int, tuple[Tile, ...]]
     devices: tuple[int, ...]
 
+    @cached_property
+    def gatherers(self) -> frozenset[int]:
+        """The readers for which regions are put together of parts from other devices and own ones; none if a region comes from others
+        alone, or a part is a sum."""
+        found = set[int]()
+        for fetch in self.fetches:
+            held = [self.holdings[holding] for _, holding in fetch.pieces]
+            if all(own.device == fetch.device for own in held):
+                continue
+            if all(own.device != fetch.device for own in held) or any(own.reduction is not None for own in held):
+                return frozenset()
+            found |= {reader for reader, *_ in fetch.consumers}
+        return frozenset(found)
+
+
+    @cached_property
+    def leaves_sums(self) -> bool:
+        """Whether all that it leaves are sums over several devices, which are read where they are, as they are."""
+        if not self.reductions or self.messages or self.exchanges or any(len(own.devices) < 2 for own in self.reductions):
+            return False
+        return all(own.reduction is not None for own in self.holdings) and all(len(fetch.pieces) == 1 for fetch in self.fetches)
+
 
 class PlacedDelivery:
     """The delivery of the operator at ``position``, whose outputs ``tensors`` the operators ``readers`` read, on ``devices``: ``like`` that
@@ -128,6 +150,11 @@ class PlacedDelivery:
         self.like, self.position, self.readers, self.devices, self._tensors = like, position, readers, devices, tensors
         self._place = dict(zip(like.devices, devices, strict=True))
         self._reader = dict(zip(like.readers, readers, strict=True))
+
+    @property
+    def gatherers(self) -> list[int]:
+        """``Delivery.gatherers``."""
+        return [self._reader[reader] for reader in self.like.gatherers]
 
     @cached_property
     def own(self) -> Delivery:

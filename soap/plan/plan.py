@@ -6,7 +6,7 @@ tensors. So both have the same tiles, transfers, reductions and shards, under th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from soap.model.graph import Operator, OperatorGraph
 from soap.model.regions import Box
 from soap.plan.compression.training import PLAIN, PlannedTraining
-from soap.plan.marks.seam import Marked, marked
+from soap.plan.marks.seam import NOTHING, Marked, marked
 from soap.plan.pass_order import Pass, PassOrder
 from soap.plan.tiling import Tile
 from soap.strategy.compression import Compression
@@ -259,6 +259,32 @@ class Plan:
         return frozenset(i for i in self.recomputed_operators if self.marked[i].keeps_outputs)
 
     @cached_property
+    def gathered_again(self) -> frozenset[int]:
+        """Positions of the operators whose outputs travel a second time, for backward passes: all that comes from other devices is a part
+        of a region that was put together of these and own parts, and all that read such regions gather again (``Marked.gathers``)."""
+        if not any(own.gathers for own in self.marked.values()):
+            return frozenset()
+        found = ((own.position, own.gatherers) for own in self.deliveries)
+        return frozenset(position for position, readers in found if readers and self._may_gather(position, readers))
+
+    @cached_property
+    def summed_again(self) -> frozenset[int]:
+        """Positions of the operators whose outputs are summed a second time: all that they leave are sums over several devices, they run
+        again as a whole, and so do all that read these, which gather again (``Marked.gathers``)."""
+        again = frozenset(i for i in self.recomputed_operators if self.marked[i].gathers)
+        found = (own for own in self.deliveries if again and own.position in self.recomputed_operators - self.light_operators)
+        return frozenset(
+            own.position
+            for own in found
+            if own.readers and own.like.leaves_sums and again.issuperset(own.readers) and self._may_gather(own.position, own.readers)
+        )
+
+    def _may_gather(self, position: int, readers: Iterable[int]) -> bool:
+        tensors, outputs = self.graph.tensors, self.graph.operators[position].outputs
+        stays = all(tensors[out.tensor].requires_grad for out in outputs) and not self.marked.get(position, NOTHING).kept_until
+        return stays and all(self.marked.get(reader, NOTHING).gathers for reader in readers)
+
+    @cached_property
     def on_servers(self) -> frozenset[int]:
         """Shards that servers own."""
         return frozenset(number for sync in self.syncs if sync.contract.has_servers for number in sync.shards)
@@ -337,6 +363,10 @@ def tile_task_name(verb: str, op: Operator, tile: Tile) -> str:
 
 def _of(own: Tile | ShardSync) -> str:
     return "" if own.part is None else f" of micro-batch {own.part}"
+
+
+AGAIN = " again"
+"""Behind the name of a carrier's task: it is that of the second time (``Plan.gathered_again``)."""
 
 
 def message_name(plan: Plan, message: Message, *, gradient: bool = False) -> str:

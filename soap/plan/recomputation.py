@@ -3,7 +3,8 @@
 Between forward and backward pass a tile of a marked operator (``OpConfig.recompute``) keeps nothing that it has made inside, and no output
 that only such tiles of its own device read. So marked operators that follow each other on a device form *runs*, of which only what enters
 and leaves is kept. Kept are, whatever is marked: what other tiles of the device read, what came from other devices or was sent to them, and
-sums of partial results. No communication is repeated, and each device runs its own tiles alone.
+sums of partial results. No communication is repeated, and each device runs its own tiles alone, unless operators gather again
+(``Plan.gathered_again``, ``Plan.summed_again``).
 
 A tile that runs again but for its product (``LIGHT``) keeps its outputs. So it may read what is made again, and nothing reads of it again:
 it is a run of its own.
@@ -55,7 +56,10 @@ def dropped_holdings(plan: Plan, tiles: Collection[int], active: Collection[int]
         if whole and any(tile in active and tile not in tiles for tile, _ in fetch.consumers):
             kept.update(piece.holding for piece in fetch.pieces)
     made = (place for place, held in enumerate(plan.holdings) if held.reduction is None and held.tile in tiles) if tiles else ()
-    return frozenset(place for place in made if place not in kept and not keeps_outputs(plan, plan.holdings[place].tile))
+    dropped = frozenset(place for place in made if place not in kept and not keeps_outputs(plan, plan.holdings[place].tile))
+    again = plan.summed_again
+    sums = (place for place, held in enumerate(plan.holdings) if held.reduction is not None and plan.tiles[held.tile].operator in again)
+    return dropped.union(sums if again else ())
 
 
 def needed_from(plan: Plan) -> tuple[int, ...]:

@@ -258,9 +258,9 @@ def _subjects(places: Places, segments: Numbers, sums: Numbers) -> dict[ActionKi
         kind.TILE: places.tiles,
         kind.LOSS: places.holdings,
         kind.REDUCE_NUMBERS: sums,
-        **dict.fromkeys((kind.TRANSFER, kind.RETURN), places.messages),
-        **dict.fromkeys((kind.EXCHANGE, kind.RETURN_EXCHANGE), places.exchanges),
-        **dict.fromkeys((kind.REDUCE, kind.REDUCE_GRADIENT), places.reductions),
+        **dict.fromkeys((kind.TRANSFER, kind.TRANSFER_AGAIN, kind.RETURN), places.messages),
+        **dict.fromkeys((kind.EXCHANGE, kind.EXCHANGE_AGAIN, kind.RETURN_EXCHANGE), places.exchanges),
+        **dict.fromkeys((kind.REDUCE, kind.REDUCE_AGAIN, kind.REDUCE_GRADIENT), places.reductions),
         **dict.fromkeys((kind.SEGMENT, kind.WEIGHTS, kind.RECOMPUTE), segments),
     }
 

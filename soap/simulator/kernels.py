@@ -1,6 +1,7 @@
 """Calls that are one kernel on a GPU, as ``torch.compile`` makes of them, or as hand-written kernels are (Apex, Megatron, Transformer
 Engine): an operator whose calls are joined reads and writes what goes in and out of the group, is one launch besides its product's, and
-keeps what crosses the group's edge. ``soap-run`` executes models call by call (``eager``), which is the default.
+keeps what crosses the group's edge, also if it makes a part of a sum. ``soap-run`` executes models call by call (``eager``), which is the
+default.
 
 A joined operator may keep its inputs instead of what its calls pass to each other, as both kinds of kernels compute that again in the
 backward pass (a norm, an activation, a softmax, a loss). Kernels do not reach over the borders of operators here.
@@ -20,6 +21,7 @@ from dataclasses import replace
 from soap.errors import ProfileError
 from soap.model.dtypes import is_differentiable
 from soap.model.graph import Footprint, Operator, OperatorGraph
+from soap.simulator.memory.footprint import Use, tile_bytes
 from soap.strategy.recomputation import PRODUCTS
 
 Kernels = str
@@ -48,6 +50,7 @@ def joined(graph: OperatorGraph, kernels: Kernels) -> OperatorGraph:
     if kind != "eager":
         own = replace(graph, operators=tuple(_joined(op) if kind == "compiled" or op.kind in FUSED else op for op in graph.operators))
         own = replace(own, footprints=_Joined(graph, own))
+        own = replace(own, part_footprints=_JoinedParts(graph, own))
     if OVERLAP not in added:
         return own
     return replace(own, operators=tuple(replace(op, overlaps=True) if op.kind in PRODUCTS else op for op in own.operators))
@@ -56,6 +59,32 @@ def joined(graph: OperatorGraph, kernels: Kernels) -> OperatorGraph:
 def _joined(op: Operator) -> Operator:
     launches = min(len(op.calls) - op.views, 2 if op.kind in PRODUCTS else 1)
     return replace(op, fused_bytes=op.fused_bytes + op.joined_bytes, joined_bytes=0, views=len(op.calls) - launches)
+
+
+class _JoinedParts(Mapping[str, Mapping[tuple[int, ...], Footprint]]):
+    """Footprints of tiles that make parts of sums: of joined operators they keep no more than other tiles do."""
+
+    def __init__(self, eager: OperatorGraph, own: OperatorGraph) -> None:
+        self._known, self._graph = eager.part_footprints, own
+        self._changed = {op.name: op for op, before in zip(own.operators, eager.operators, strict=True) if op is not before}
+
+    def __getitem__(self, key: str) -> Mapping[tuple[int, ...], Footprint]:
+        found, op, usual = self._known[key], self._changed.get(key), self._graph.footprints.get(key)
+        if op is None or usual is None:
+            return found
+        return {lengths: self._footprint(op, usual, lengths, own) for lengths, own in found.items()}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._known)
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def _footprint(self, op: Operator, usual: tuple[Footprint, ...], lengths: tuple[int, ...], own: Footprint) -> Footprint:
+        kept_bytes = tile_bytes(op, usual, tuple([(0, length) for length in lengths]), Use.KEPT)
+        if kept_bytes >= own.kept_bytes:
+            return own
+        return replace(own, kept_bytes=kept_bytes, keeps=own.keeps | usual[0].keeps)
 
 
 class _Joined(Mapping[str, tuple[Footprint, ...]]):

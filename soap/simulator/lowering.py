@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 from soap.cluster.topology import Topology
@@ -38,6 +38,7 @@ from soap.plan.division import weights_name
 from soap.plan.marks.seam import Row, Takes
 from soap.plan.pass_order import Pass
 from soap.plan.plan import (
+    AGAIN,
     Exchange,
     Fetch,
     Message,
@@ -54,13 +55,14 @@ from soap.plan.plan import (
     tile_task_name,
 )
 from soap.plan.planning import PlanBuilder, build_plan
+from soap.plan.recomputation import keeps_outputs
 from soap.plan.samples import COUNT_BYTES, count_name
 from soap.plan.tiling import Tile
 from soap.simulator.communication.prices import Communication
 from soap.simulator.communication.synchronizing import Synchronization
 from soap.simulator.costs import ROW_NS, CostModel
 from soap.simulator.second_runs import Need, SecondRuns
-from soap.simulator.task_list import BACKWARD, COUNT, FORWARD, WEIGHTS, TaskList
+from soap.simulator.task_list import BACKWARD, COUNT, FORWARD, GATHER, SUM, WEIGHTS, TaskList
 from soap.simulator.tasks import GRADIENTS, TaskGraph, TaskKind, TaskPlaces
 
 __all__ = ["PlanBuilder", "build_plan", "lower"]
@@ -88,6 +90,11 @@ def lower(
     return TaskGraph(plan, topology, ordered, lowering.places(places))
 
 
+PASSES = TaskKind.FORWARD, TaskKind.BACKWARD
+FORWARDS, BACKWARDS, RETURNS = (1, 0), (0, 1), (-1, 1)
+"""What overlaps (``Operator.overlaps``): with what a tile reads or sums, its forward pass, also when it is gathered again, before the input
+gradients; with the gradient of a sum its backward pass; with gradients that return of this the rest, the weight gradients."""
+
 NAMES = {
     TaskKind.FORWARD: forward_name,
     TaskKind.BACKWARD: backward_name,
@@ -102,7 +109,8 @@ class _Lowering:
     """The state of one lowering.
 
     ``forward_tasks``, ``backward_tasks``, ``weights_tasks``: tile -> its task. ``_reduced``: reduction -> the tasks that its sum is ready
-    after. ``_brought``: part -> the task that brings it. ``_returned``: first part of a carrier -> the task of its gradients. ``_sums``:
+    after. ``_brought``: part -> the task that brings it. ``_returned``: first part of a carrier -> the task of its gradients,
+    ``_gathered``: that of its second time. ``_sums``:
     reduction -> its task, and that of its gradients. ``_arrivals``: tile -> the tasks that bring what it reads; ``_arrivals_back``: to its
     backward pass, of parameters. ``_gradients``: holding -> the tasks that make or bring parts of its gradient; empty if it gets none.
     """
@@ -116,6 +124,8 @@ class _Lowering:
         self._gradients: list[list[int]] = [[] for _ in plan.holdings]
         self._brought: dict[Part, int] = {}
         self._returned: dict[Part, int] = {}
+        self._gathered: dict[Part, int] = {}
+        self._summed_again: dict[int, int] = {}
         self._sums: tuple[dict[int, int], dict[int, int]] = {}, {}
         self._arrivals: list[list[int]] = [[] for _ in plan.tiles]
         self._arrivals_back: dict[int, list[int]] = {}
@@ -153,6 +163,12 @@ class _Lowering:
             for carrier in self._index.carriers[position]:
                 self._return_gradient(carrier)
         self._second.link()
+        again = self.plan.gathered_again
+        for carrier in chain.from_iterable(self._index.carriers) if again else ():
+            if self._maker(carrier.parts[0]).operator in again:
+                self._gather_again(carrier)
+        if self.plan.summed_again:
+            self._sum_again()
 
     def keep_order(self) -> None:
         """With micro-batches, let each pass wait for the one before it on its device (``Plan.order``)."""
@@ -176,9 +192,10 @@ class _Lowering:
 
     def places(self, order: Sequence[int]) -> TaskPlaces:
         """Which task is for what. ``order``: by task, where it is in the end."""
-        found: tuple[Mapping[Any, int], ...] = (self._brought, self._returned, *self._sums, *self._second.rows.values())
-        brought, returned, summed, back, *rows = ({key: order[task] for key, task in each.items()} for each in found)
-        return TaskPlaces(brought, returned, summed, back, dict(zip(self._second.rows, rows, strict=True)))
+        found: tuple[Mapping[Any, int], ...] = (self._brought, self._returned, self._gathered, *self._sums, self._summed_again)
+        own = ({key: order[task] for key, task in each.items()} for each in (*found, *self._second.rows.values()))
+        brought, returned, gathered, summed, back, again, *rows = own
+        return TaskPlaces(brought, returned, gathered, summed, back, again, dict(zip(self._second.rows, rows, strict=True)))
 
     def _backward_tiles(self, position: int) -> None:
         arrivals: dict[int, list[int]] = {}
@@ -187,6 +204,7 @@ class _Lowering:
             reduced = self._reduced_gradient(place)
             held = self._index.of_reduction[place]
             several = len(self.plan.reductions[place].devices) > 1
+            several &= position not in self.plan.summed_again
             claimed = self._second.summed(held, *reduced) if several and reduced else self._second.claims(held)
             for index in self.plan.reductions[place].tiles:
                 arrivals.setdefault(index, []).extend(reduced)
@@ -248,6 +266,39 @@ class _Lowering:
         task = self._carrier_task(carrier, carrier.parts, after, gradient=False)
         self._brought.update(dict.fromkeys(carrier.parts, task))
 
+    def _gather_again(self, carrier: Message | Exchange) -> None:
+        """Add the task of a message or exchange that travels a second time: once the first of its readers is needed, and what it brings
+        has been made again, if it is. All its readers wait for it before they run again, or backward."""
+        fetches = dict.fromkeys(number for number, _ in carrier.parts)
+        readers = [tile for number in fetches for tile, _ in self.plan.fetches[number].consumers if tile in self.backward_tasks]
+        after = self._second.first_needs(readers)
+        if not after:
+            return
+        again = self._second.rows.get("again", {})
+        makers = (self.plan.holdings[holding].tile for *_, holding in remote_parts(self.plan, carrier.parts))
+        after |= {again[maker] for maker in makers if maker in again and not keeps_outputs(self.plan, maker)}
+        task = self._gathered[carrier.parts[0]] = self._carrier_task(carrier, carrier.parts, after, gradient=False, again=True)
+        for tile in readers:
+            self._list.wait_also(again.get(tile, self.backward_tasks[tile]), (task,))
+
+    def _sum_again(self) -> None:
+        """Add the sums that are made a second time, of what second runs make, and let second runs that read them wait for them."""
+        again, summed = self._second.rows["again"], dict[int, int]()
+        for place, reduction in enumerate(self.plan.reductions):
+            if reduction.operator in self.plan.summed_again and all(tile in again for tile in reduction.tiles):
+                after = tuple(again[tile] for tile in reduction.tiles)
+                summed[place] = self._reduce_task(reduction, after, gradient=False, again=True)
+        for fetch in self.plan.fetches:
+            found = [self.plan.holdings[piece.holding].reduction for piece in fetch.pieces]
+            for tile, _ in fetch.consumers if any(own in summed for own in found) else ():
+                if tile in again:
+                    self._list.wait_also(again[tile], (summed[own] for own in found if own is not None))
+        self._summed_again = summed
+
+    def _maker(self, part: Part) -> Tile:
+        fetch, piece = part
+        return self.plan.tiles[self.plan.holdings[self.plan.fetches[fetch].pieces[piece].holding].tile]
+
     def _return_gradient(self, carrier: Message | Exchange) -> None:
         """Add the task that takes gradients back the way the values came, once all consumers have computed them."""
         found = {number: self._after_consumers(self.plan.fetches[number]) for number, _ in carrier.parts}
@@ -264,17 +315,20 @@ class _Lowering:
             self._gradients[holding].append(task)
         self._second.note_return((number for number, tasks in found.items() if tasks), holdings, task)
 
-    def _carrier_task(self, carrier: Message | Exchange, parts: Sequence[Part], after: Iterable[int], *, gradient: bool) -> int:
+    def _carrier_task(
+        self, carrier: Message | Exchange, parts: Sequence[Part], after: Iterable[int], *, gradient: bool, again: bool = False
+    ) -> int:  # fmt: skip
         number, piece = carrier.parts[0]
         fetch = self.plan.fetches[number]
         first, operand = fetch.consumers[0]
         tile = self.plan.tiles[first]
-        place = self._id(tile.operator, 2 if gradient else 0, tile.index, operand, piece, gradient=gradient)
+        stage = GATHER if again else 2 if gradient else 0
+        place = self._id(tile.operator, stage, tile.index, operand, piece, gradient=gradient or again)
         readers = [self.plan.tiles[own] for own, _ in fetch.consumers]
-        overlapped_ns = self._overlapped_ns(readers, len(fetch.pieces), gradient=gradient)
+        overlapped_ns = self._overlapped_ns(readers, len(fetch.pieces), RETURNS if gradient else FORWARDS)
         if isinstance(carrier, Exchange):
             rounds = exchange_rounds(self.plan, carrier, parts, gradient=gradient)
-            name = exchange_name(self.plan, carrier, gradient=gradient)
+            name = exchange_name(self.plan, carrier, gradient=gradient) + AGAIN * again
             if carrier.pattern is Pattern.BROADCAST:
                 return self._list.tree(place, name, TaskKind.EXCHANGE, rounds, after)
             overlapped_ns = overlapped_ns if carrier.pattern is Pattern.ALL_GATHER else 0
@@ -282,7 +336,7 @@ class _Lowering:
         source, target = (carrier.target, carrier.source) if gradient else (carrier.source, carrier.target)
         moved = remote_parts(self.plan, parts)
         size = sum(self._bytes(self.plan.fetches[n].tensor, box) for (n, _), (_, _, box, _) in zip(parts, moved, strict=True))
-        name = message_name(self.plan, carrier, gradient=gradient)
+        name = message_name(self.plan, carrier, gradient=gradient) + AGAIN * again
         return self._list.message(place, name, TaskKind.TRANSFER, source, target, size, after, overlapped_ns=overlapped_ns)
 
     def _row_ns(self, tile: Tile, takes: Takes) -> int:
@@ -308,11 +362,13 @@ class _Lowering:
             return self.costs.half_ns(graph, asked, device, "I" if kind is TaskKind.BACKWARD else "W")
         return self.costs.backward_ns(graph, asked, device)
 
-    def _overlapped_ns(self, tiles: Iterable[Tile], peers: int, *, gradient: bool) -> int:
+    def _overlapped_ns(self, tiles: Iterable[Tile], peers: int, passes: tuple[int, int]) -> int:
         """How much of a collective of so many devices is over while these tiles of one of them run, of those that overlap: a device begins
-        with its own part, and computes on each other part while the next one travels."""
-        kind = TaskKind.BACKWARD if gradient else TaskKind.FORWARD
-        return (peers - 1) * sum(self._tile_ns(tile, kind) for tile in tiles if self.plan.operator(tile).overlaps) // peers
+        with its own part, and computes on each other part while the next one travels. ``passes``: how often a forward and a backward pass
+        of a tile count."""
+        own = [tile for tile in tiles if self.plan.operator(tile).overlaps]
+        times = ([times * self._tile_ns(tile, kind) if times else 0 for times, kind in zip(passes, PASSES, strict=True)] for tile in own)
+        return (peers - 1) * sum(max(0, sum(each)) for each in times) // peers
 
     def _reduce(self, place: int) -> None:
         """Sum partial results. A single device does that while it runs the tiles, without a task."""
@@ -344,14 +400,14 @@ class _Lowering:
                 for tile in reduction.tiles:
                     self._arrivals[tile].append(task)
 
-    def _reduce_task(self, reduction: Reduction, after: Iterable[int], *, gradient: bool) -> int:
+    def _reduce_task(self, reduction: Reduction, after: Iterable[int], *, gradient: bool, again: bool = False) -> int:
         op = self.plan.graph.operators[reduction.operator]
         first = self.plan.tiles[reduction.tiles[0]].index
-        place = self._id(reduction.operator, 0 if gradient else 2, first, reduction.output, gradient=gradient)
-        name = reduce_name(op, reduction, gradient=gradient)
+        place = self._id(reduction.operator, SUM if again else 0 if gradient else 2, first, reduction.output, gradient=gradient or again)
+        name = reduce_name(op, reduction, gradient=gradient) + AGAIN * again
         if reduction.cells:
             tiles, rounds = [self.plan.tiles[reduction.tiles[0]]], scatter_rounds(self.plan, reduction, gradient=gradient)
-            overlapped_ns = self._overlapped_ns(tiles, len(reduction.devices), gradient=gradient)
+            overlapped_ns = self._overlapped_ns(tiles, len(reduction.devices), BACKWARDS if gradient else FORWARDS)
             return self._list.exchange(place, name, TaskKind.REDUCE, rounds, after, overlapped_ns=overlapped_ns)
         if gradient:
             size = self._bytes(reduced_tensor(self.plan, reduction), reduction.box)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from soap.cluster.host_links import host_link
 from soap.plan.marks.seam import FORWARD as FORWARD_PASS
 from soap.plan.marks.seam import MOMENT_NS, NOTHING, Marked, On, Row, Takes, all_marked
-from soap.plan.plan import Plan, tile_task_name
+from soap.plan.plan import Fetch, Plan, tile_task_name
 from soap.plan.recomputation import second_links
 from soap.plan.tiling import Tile
 from soap.simulator.communication.offloading import DOWN, UP, copy_ns, offload_resource
@@ -59,11 +59,17 @@ class SecondRuns:
         local = [piece.holding for piece in fetch.pieces if self._plan.holdings[piece.holding].device == fetch.device]
         links = len(local) == len(fetch.pieces)
         carries = self._plan.graph.tensors[fetch.tensor].requires_grad
+        if not links and self._gathers(fetch):
+            for piece in fetch.pieces:
+                for tile in {tile for tile, _ in fetch.consumers} & self.needs.keys():
+                    self._claim(piece.holding, self.needs[tile])
+            return
         for holding in local:
             held = self._plan.holdings[holding]
             together = [all_marked()[mark] for mark in self._mark(held.tile).together]
+            again = held.reduction is None or self._plan.tiles[held.tile].operator in self._plan.summed_again
             for tile, _ in fetch.consumers:
-                if links and held.reduction is None and tile in self.needs and self._mark(tile) in together:
+                if links and again and tile in self.needs and self._mark(tile) in together:
                     self._claim(holding, self.needs[tile])
                 elif carries and tile in self._backward:
                     self._claim(holding, Need(self._precedence(tile), self._backward[tile]))
@@ -129,6 +135,17 @@ class SecondRuns:
         again = self.rows.get("again", {})
         for tile, makers in second_links(self._plan, self._backward).items():
             self._list.wait_also(again[tile], (again[maker] for maker in makers))
+
+    def first_needs(self, tiles: Iterable[int]) -> set[int]:
+        """The tasks that say that the backward pass needs the first of these tiles; none if it needs none."""
+        needs = [self.needs[tile] for tile in tiles if tile in self.needs]
+        first = max((need.precedence for need in needs), default=None)
+        return {need.task for need in needs if need.precedence == first}
+
+    def _gathers(self, fetch: Fetch) -> bool:
+        """Whether a region is gathered again of parts that are made again."""
+        maker = self._plan.tiles[self._plan.holdings[fetch.pieces[0].holding].tile].operator
+        return maker in self._plan.gathered_again and maker in self._plan.recomputed_operators - self._plan.light_operators
 
     def _mark(self, tile: int) -> Marked:
         return self._plan.marked.get(self._plan.tiles[tile].operator, NOTHING)

@@ -20,6 +20,10 @@ COUNT = 6
 """Stage of a sum of counted labels among forward tasks."""
 WEIGHTS = 5
 """Stage of a tile's weight gradients among backward tasks, behind all others."""
+GATHER = 6
+"""Stage of what is gathered again among backward tasks."""
+SUM = 7
+"""Stage of what is summed again among backward tasks."""
 
 
 class TaskList:

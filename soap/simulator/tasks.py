@@ -118,12 +118,15 @@ Places = Mapping[int, int]
 @dataclass(frozen=True)
 class TaskPlaces:
     """Which task is for what, beside passes, which know their tiles. By a carrier's first part, ``brought``: its task, ``returned``: that
-    of the gradients. By reduction, ``summed``, ``summed_back``. ``rows``: of marks (``plan.marks``), by name those of tiles."""
+    of the gradients, ``gathered``: that of its second time.
+    By reduction, ``summed``, ``summed_back``, ``summed_again``. ``rows``: of marks (``plan.marks``), by name those of tiles."""
 
     brought: Mapping[Part, int] = field(default_factory=dict)
     returned: Mapping[Part, int] = field(default_factory=dict)
+    gathered: Mapping[Part, int] = field(default_factory=dict)
     summed: Places = field(default_factory=dict)
     summed_back: Places = field(default_factory=dict)
+    summed_again: Places = field(default_factory=dict)
     rows: Mapping[str, Places] = field(default_factory=dict)
 
 

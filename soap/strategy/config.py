@@ -49,8 +49,9 @@ class OpConfig:
     ``degrees``: parts per factor, in the operator's factor order. ``replicas``: how many times the whole grid of tiles is computed.
     ``devices``: one device per tile, row-major over (replica, factor 0, factor 1, …); a device may occur more than once. ``recompute``:
     what the operator makes is not kept for the backward pass, but made again then: all of it (``RECOMPUTED``), or all but its products
-    (``LIGHT``, ``soap.strategy.recomputation``). ``offload``: what it keeps for its backward pass is in its host's memory until then
-    (``soap.plan.marks.offload``). ``shares``: for each factor that is split, in order, whole numbers in whose proportion its parts are
+    (``LIGHT``, ``soap.strategy.recomputation``), each also with what it gathers, or that alone (``GATHERING``). ``offload``:
+    what it keeps for its backward pass is in its host's memory until then (``soap.plan.marks.offload``). ``shares``: for each factor that
+    is split, in order, whole numbers in whose proportion its parts are
     (``regions.proportional``), () for equal parts; nothing at all if all are equal. They are kept in lowest terms. StrategyError if these
     do not agree, or several marks are asked for.
     """

@@ -38,7 +38,8 @@ class Feature:
 
 FEATURES = (
     Feature(
-        "recompute", recomputation.LEVELS, ("recomputed", "recomputed but for products"), "be recomputed", "are recomputed",
+        "recompute", recomputation.ALL_LEVELS,
+        ("recomputed", "recomputed but for products", *recomputation.GATHERING_SAID), "be recomputed", "are recomputed",
         recomputation.refusal, repeats=True,
     ),
     Feature("offload", (False, True), ("offloaded",), "offload what it keeps", "offload what they keep", offloading.refusal),

@@ -22,7 +22,7 @@ from soap.strategy.grids import tensor_parallel_width
 from soap.strategy.megatron import ExpertMapping, three_dimensional
 from soap.strategy.offloading import away
 from soap.strategy.ralp import RALP
-from soap.strategy.recomputation import in_micro_batches, recomputed, selectively_recomputed
+from soap.strategy.recomputation import gathering_again, in_micro_batches, recomputed, selectively_recomputed
 from soap.strategy.served import SERVED
 from soap.strategy.sync import host_count, offloaded, shares_in_hosts
 from soap.strategy.uneven import by_speed
@@ -35,6 +35,8 @@ GROUPED = (MEGATRON, SEQUENCE_PARALLEL)
 SIMULATED = (PIPELINE, RALP)
 """What is found by simulating."""
 RECOMPUTE, SELECTIVE, OFFLOAD, OFFLOAD_KEPT = "recompute", "selective", "offload", "offload_kept"
+GATHER_AGAIN = "gather_again"
+"""Behind what recomputes, if anything does."""
 UNEVEN = "uneven"
 MICRO_BATCHES, CONTEXT = "microbatches", "context"
 """With ``WIDTH`` and a number behind each."""
@@ -62,6 +64,7 @@ ADDED: Mapping[str, Added] = MappingProxyType(
         **{name: _synchronized_as(name) for name in SYNCHRONIZED},
         RECOMPUTE: _anywhere(recomputed),
         SELECTIVE: _anywhere(selectively_recomputed),
+        GATHER_AGAIN: _anywhere(gathering_again),
         OFFLOAD: _anywhere(offloaded),
         OFFLOAD_KEPT: _anywhere(away),
         UNEVEN: by_speed,
@@ -259,7 +262,7 @@ def _is_count(text: str) -> bool:
 
 MEANT = ("single_device", DATA_PARALLEL, *RECOMPUTED, RALP, *SERVED)
 """What is asked for on one device as well: the first two are the same there. Without servers the last ones are refused."""
-ON_TOP = (*SYNCHRONIZED, UNEVEN)
+ON_TOP = (*SYNCHRONIZED, UNEVEN, GATHER_AGAIN)
 """Of what is put on top of others: all that needs several devices."""
 
 

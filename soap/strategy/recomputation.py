@@ -29,8 +29,14 @@ STAYS, RECOMPUTED, LIGHT = range(3)
 """What an operator keeps stays until its backward pass, or all of it is made again then, or all but its outputs
 (``OpConfig.recompute``)."""
 LEVELS = (STAYS, RECOMPUTED, LIGHT)
+"""Those that searches try."""
+GATHERING = MappingProxyType({STAYS: 3, RECOMPUTED: 4, LIGHT: 5})
+"""Each of these levels -> the same where operands that are gathered from several devices are not kept either, but gathered again
+(``plan.recomputation.gathered_again``)."""
+ALL_LEVELS = (*LEVELS, *GATHERING.values())
+GATHERING_SAID = ("gathering again", "recomputed and gathering again", "recomputed but for products and gathering again")
 
-WRITTEN = MappingProxyType({STAYS: False, RECOMPUTED: True, LIGHT: "light"})
+WRITTEN = MappingProxyType({STAYS: False, RECOMPUTED: True, LIGHT: "light", 3: "gather", 4: "all_gather", 5: "light_gather"})
 """A level -> what files say of it."""
 _READ = {said: level for level, said in WRITTEN.items()}
 LEVEL_FORM = Form(lambda: {"enum": [*_READ]}, _READ.__getitem__, WRITTEN.__getitem__)
@@ -199,6 +205,19 @@ def recomputed(graph: OperatorGraph, strategy: Strategy, names: Iterable[str] | 
 def selectively_recomputed(graph: OperatorGraph, strategy: Strategy) -> Strategy:
     """The strategy with all runs recomputed but for their products. As ``with_repeatable_levels``."""
     return with_repeatable_levels(graph, strategy, _all_runs(graph, LIGHT))
+
+
+def gathering_again(graph: OperatorGraph, strategy: Strategy) -> Strategy:
+    """The strategy in which operators with products do not keep operands that are gathered from several devices, but gather them again for
+    the backward pass, as Megatron-LM does with sequence parallelism (Korthikanti et al., section 4.2.2). Those that are recomputed
+    communicate again for their second runs: what they gather, and sums that are made again. As ``with_repeatable_levels``. Those with other
+    marks keep what they read, and so do those that read rows of experts."""
+    levels = {}
+    for op in graph.operators:
+        config, routed = strategy.operators[op.name], any(operand.tensor in graph.routed for operand in op.inputs)
+        if (op.kind in PRODUCTS or config.recompute) and not config.offload and not routed and refusal(graph, op) is None:
+            levels[op.name] = GATHERING.get(config.recompute, config.recompute)
+    return with_repeatable_levels(graph, strategy, levels)
 
 
 def _all_runs(graph: OperatorGraph, extent: int) -> dict[str, int]:

@@ -12,7 +12,7 @@ from soap.model.batch import MicroBatches
 from soap.model.graph import OperatorGraph
 from soap.strategy.classical import NAMED, random_strategy
 from soap.strategy.config import Strategy
-from soap.strategy.recomputation import LIGHT, RECOMPUTED, repeatable, with_levels
+from soap.strategy.recomputation import ALL_LEVELS, repeatable, with_levels
 from tests.micro_batches import in_micro_batches
 from tests.runtime.sparse_plans import hosts, with_random_syncs
 
@@ -50,6 +50,6 @@ class Mixture:
 
 
 def marked(graph: OperatorGraph, strategy: Strategy, draw: random.Random, share: float = 0.7) -> Strategy:
-    """The strategy with such a share of what may be recomputed marked; half of what has a product keeps what it makes."""
+    """The strategy with such a share of what may be recomputed marked, in any way."""
     names = [name for name in sorted(repeatable(graph)) if draw.random() < share]
-    return with_levels(strategy, {name: draw.choice((RECOMPUTED, LIGHT)) for name in names})
+    return with_levels(strategy, {name: draw.choice(ALL_LEVELS[1:]) for name in names})

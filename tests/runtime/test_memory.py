@@ -30,12 +30,14 @@ from soap.cluster.topology import Topology
 from soap.model.batch import MicroBatches
 from soap.plan.running.order import ExecutionOrder
 from soap.plan.syncs import large_parts
+from soap.runtime.step import forward
 from soap.runtime.sync import sharded, shards
 from soap.runtime.sync.shards import keep_memory
 from soap.runtime.trainer import Trainer
 from soap.simulator.reference import execution_order
 from soap.strategy.config import Strategy
 from soap.strategy.marks import OFFLOADED, with_each_mark
+from soap.strategy.named import named
 from soap.strategy.offloading import away, offloadable, with_offload
 from soap.strategy.recomputation import LIGHT, RECOMPUTED, level_at, recomputed, refusal, repeatable, with_levels
 from soap.zoo.gpt import GPT, GPTConfig
@@ -189,8 +191,8 @@ def counted(
     batch = model.example_inputs
     gc.collect()
     live = Live()
-    made, used = (patch.object(module, "keep_memory", live.resize) for module in (shards, sharded))
-    with made, used, live, Trainer(model, (strategy, topology), order, optimizer=sgd) as trainer:
+    made, used, again = (patch.object(module, "keep_memory", live.resize) for module in (shards, sharded, forward))
+    with made, used, again, live, Trainer(model, (strategy, topology), order, optimizer=sgd) as trainer:
         own = [tensor.clone() for tensor in batch]
         for _ in range(2):
             trainer.step(*own)
@@ -301,6 +303,19 @@ def test_selective_recomputation_is_predicted(pool: Pool, exported: Export) -> N
     (found,), (predicted,) = shown(path, with_levels(usual, levels), topology, pool)
     (kept,), _ = shown(path, usual, topology, pool)
     assert found <= predicted <= 1.08 * found and found < 0.85 * kept, (found, predicted, kept)
+
+
+SPLIT = ("sequence_parallel", "sequence_parallel+selective", "sequence_parallel+recompute", "megatron+recompute")
+
+
+@pytest.mark.parametrize("plan", often([*SPLIT], ["sequence_parallel+recompute"], pytest.mark.slow))
+def test_what_is_gathered_again_is_not_held(plan: str, pool: Pool, exported: Export) -> None:
+    path, topology = exported("attention"), local_topology(2)
+    graph = api.load(path, plan_only=True).graph
+    kept, _ = shown(path, named(plan, graph, topology), topology, pool)
+    found, predicted = shown(path, named(f"{plan}+gather_again", graph, topology), topology, pool)
+    assert all(most <= peak <= 1.12 * most for most, peak in zip(found, predicted, strict=True)), (found, predicted)
+    assert max(found) < max(kept), (found, kept)
 
 
 @pytest.mark.parametrize("plan", often(["fsdp", "zero1"], ["fsdp"], pytest.mark.slow))

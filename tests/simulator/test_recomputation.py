@@ -15,7 +15,7 @@ from soap.simulator.memory.sweep import memory_over_time
 from soap.simulator.reference import execution_order, simulate
 from soap.simulator.tasks import Schedule, TaskGraph, TaskKind
 from soap.strategy.config import OpConfig, Strategy
-from soap.strategy.recomputation import LIGHT, with_marks
+from soap.strategy.recomputation import GATHERING, LIGHT, STAYS, with_marks
 from tests.graph_builder import GraphBuilder
 from tests.simulator.examples import (
     PointCosts,
@@ -193,10 +193,10 @@ def test_without_a_product_all_of_an_operator_runs_again() -> None:
     assert again == first and predecessors(tasks, "recompute l2[0]") == {"forward l2[0]", "need l2[0]", "recompute l1[0]"}
 
 
-def test_levels_are_three() -> None:
+def test_levels_are_six() -> None:
     graph = chain(4, 2, 3)
-    with pytest.raises(StrategyError, match="recompute 3: expected one of 0, 1, 2"):
-        light(batch_split(graph, [0]), "l1").with_operator("l1", OpConfig((1, 1, 1), (0,), 1, 3))
+    with pytest.raises(StrategyError, match="recompute 6: expected one of 0, 1, 2, 3, 4, 5"):
+        light(batch_split(graph, [0]), "l1").with_operator("l1", OpConfig((1, 1, 1), (0,), 1, 6))
 
 
 def test_the_loss_may_be_recomputed() -> None:
@@ -230,12 +230,13 @@ def test_every_tile_with_a_backward_pass_runs_again_before_it(case: tuple[Operat
     names = {(task.kind, task.tile): task.name for task in tasks.tasks if task.tile is not None}
     active = {tile for kind, tile in names if kind is TaskKind.BACKWARD}
     again = {tile for kind, tile in names if kind is TaskKind.RECOMPUTE}
-    assert again == {tile for tile in active if chosen.operators[plan.operator(plan.tiles[tile]).name].recompute}
+    level = {tile: chosen.operators[plan.operator(plan.tiles[tile]).name].recompute for tile in active}
+    assert again == {tile for tile in active if level[tile] not in (STAYS, GATHERING[STAYS])}
     for tile in again:
         start, end = times[names[TaskKind.RECOMPUTE, tile]]
         assert times[names[TaskKind.FORWARD, tile]][1] <= start and end <= times[names[TaskKind.BACKWARD, tile]][0]
     recomputation = find_recomputation(plan, active)
-    assert recomputation.light == {tile for tile in again if chosen.operators[plan.operator(plan.tiles[tile]).name].recompute == LIGHT}
+    assert recomputation.light == {tile for tile in again if level[tile] in (LIGHT, GATHERING[LIGHT])}
     for tile, makers in recomputation.links.items():
         assert not recomputation.light & set(makers)
         assert all(times[names[TaskKind.RECOMPUTE, maker]][1] <= times[names[TaskKind.RECOMPUTE, tile]][0] for maker in makers)

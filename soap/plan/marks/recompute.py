@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from soap.plan.marks.seam import FORWARD, Amount, Hold, Marked, On, Row, Takes
 from soap.strategy.marks import marks_of
 
@@ -13,8 +15,11 @@ def _again(takes: Takes) -> Row:
     return Row("again", "recompute", "recompute", True, 4, On.DEVICE, takes, after=(FORWARD, 0), again=True, before_backward=True)
 
 
-_WHOLE, _LIGHT = marks_of("recompute")
+_WHOLE, _LIGHT, _GATHER, _WHOLE_GATHER, _LIGHT_GATHER = marks_of("recompute")
+_AGAIN = frozenset((_WHOLE, _LIGHT, _WHOLE_GATHER, _LIGHT_GATHER))
 MARKED = {
-    _WHOLE: Marked((NEED, _again(Takes.PASS)), together=frozenset((_WHOLE, _LIGHT))),
+    _WHOLE: Marked((NEED, _again(Takes.PASS)), together=_AGAIN),
     _LIGHT: Marked((NEED, _again(Takes.LIGHT)), (Hold(Amount.PRODUCT),), keeps_outputs=True),
+    _GATHER: Marked((NEED,), gathers=True),
 }
+MARKED[_WHOLE_GATHER], MARKED[_LIGHT_GATHER] = (replace(MARKED[own], gathers=True) for own in (_WHOLE, _LIGHT))

@@ -88,7 +88,8 @@ class Marked:
 
     ``rows``: predecessors first. ``holds``: the memory of that. ``kept_until``: the row at whose end all is gone that the tile keeps; if
     empty that stays until the last pass. ``together``: marks of readers whose needs are also those of the tiles that they read from on
-    their device. ``keeps_outputs``: whether outputs stay though the tile runs again.
+    their device. ``keeps_outputs``: whether outputs stay though the tile runs again. ``gathers``: whether operands that are gathered from
+    several devices do not stay, but are gathered again, once the first row's need is there (``recomputation.gathered_again``).
     """
 
     rows: tuple[Row, ...] = ()
@@ -96,6 +97,7 @@ class Marked:
     kept_until: str = ""
     together: frozenset[int] = frozenset()
     keeps_outputs: bool = False
+    gathers: bool = False
 
     @property
     def again(self) -> int | None:

@@ -35,6 +35,12 @@ class ActionKind(Enum):
     """Run the backward pass of ``segments[subject]``; if that is in two, for its input gradients."""
     WEIGHTS = auto()
     """Make the weight gradients of ``segments[subject]``, whose backward pass is in two."""
+    TRANSFER_AGAIN = auto()
+    """Send or receive ``plan.messages[subject]`` a second time, for backward passes."""
+    EXCHANGE_AGAIN = auto()
+    """Take part in ``plan.exchanges[subject]`` a second time."""
+    REDUCE_AGAIN = auto()
+    """Sum the partial results of ``plan.reductions[subject]`` a second time, as second runs have made them."""
     RECOMPUTE = auto()
     """Run the tiles of ``segments[subject]`` forward a second time, for its backward pass."""
     RETURN = auto()

@@ -21,22 +21,28 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 from soap.plan.delivery import reduced_tensor
 from soap.plan.division import weights_name
 from soap.plan.marks.offload import come_back_with
 from soap.plan.plan import (
+    AGAIN,
+    Message,
     Plan,
     backward_name,
     exchange_name,
     forward_name,
+    local_pieces,
     message_name,
     recompute_name,
     reduce_name,
+    remote_parts,
 )
 from soap.plan.recomputation import dropped_holdings
 from soap.plan.running.activity import (
     Activity,
+    Carrier,
     PlanIndex,
     ValueKey,
     count_readers,
@@ -56,6 +62,32 @@ def second_runs(run: RunOrder) -> Iterator[Entry]:
     """The second run of each recomputed segment."""
     for turn, number in run.second_turns:
         yield (turn, BEFORE, run.segments[number].start), Action(ActionKind.RECOMPUTE, number, (run.segments[number].device,))
+
+
+def gathered_again(plan: Plan, run: RunOrder) -> Iterator[Entry]:
+    """What travels a second time, right before the first second run, or backward pass, that reads it."""
+    second, backward = {number: turn for turn, number in run.second_turns}, run.turns.backward
+
+    def entry(fetches: Iterable[int], kind: ActionKind, number: int, devices: tuple[int, ...]) -> Iterator[Entry]:
+        readers = {run.segment_of[tile] for fetch in fetches for tile, _ in plan.fetches[fetch].consumers if tile in run.activity.tiles}
+        turns = {reader: second.get(reader, backward[reader]) for reader in readers}
+        turn = min(turns.values(), default=None)
+        if turn is not None:
+            start = min(run.segments[reader].start for reader in readers if turns[reader] == turn)
+            yield (turn, BEFORE, start - 1, kind.value, number), Action(kind, number, devices)  # behind second runs of what is read
+
+    for number, reduction in enumerate(plan.reductions if plan.summed_again else ()):
+        if reduction.operator in plan.summed_again:
+            holdings = [run.index.reduced[number, device] for device in reduction.devices if (number, device) in run.index.reduced]
+            fetches = (fetch for holding in holdings for fetch in run.index.fetches_from[holding])
+            yield from entry(fetches, ActionKind.REDUCE_AGAIN, number, reduction.devices)
+    for (_, number), carrier in run.index.moves.items() if plan.gathered_again else ():
+        maker = remote_parts(plan, carrier.parts)[0][3]
+        if plan.tiles[plan.holdings[maker].tile].operator not in plan.gathered_again:
+            continue
+        devices = (carrier.source, carrier.target) if isinstance(carrier, Message) else carrier.devices
+        kind = ActionKind.TRANSFER_AGAIN if isinstance(carrier, Message) else ActionKind.EXCHANGE_AGAIN
+        yield from entry((fetch for fetch, _ in carrier.parts), kind, number, devices)
 
 
 NumberSums = tuple[tuple[int, ...], ...]
@@ -180,8 +212,35 @@ class Program:
         return counts
 
     def second_readers(self, rank: int) -> dict[ValueKey, int]:
-        """How often second runs of a rank's tiles read each value, as ``count_second_readers`` counts."""
-        return count_second_readers(self.plan, self.index, rank, self.recomputed)
+        """How often second runs of a rank's tiles read each value, as ``count_second_readers`` counts, and how often values are gathered
+        again: once by each message and exchange that takes a part, and once for a region of the rank's own."""
+        counts, fetches = count_second_readers(self.plan, self.index, rank, self.recomputed), self.gathered_again
+        holdings = [
+            holding
+            for number in self._carried_again
+            for holding in {own for source, _, _, own in remote_parts(self.plan, self.index.moves[number].parts) if source == rank}
+        ]
+        own = (self.plan.fetches[number] for number in fetches if self.plan.fetches[number].device == rank)
+        holdings += [holding for fetch in own for holding in {piece.holding for piece in local_pieces(self.plan, fetch)}]
+        for holding in holdings:
+            counts["holding", holding] = counts.get(("holding", holding), 0) + 1
+        return counts
+
+    @cached_property
+    def gathered_again(self) -> frozenset[int]:
+        """Fetches whose parts come a second time."""
+        return frozenset(fetch for number in self._carried_again for fetch, _ in self.index.moves[number].parts)
+
+    @cached_property
+    def summed_again(self) -> frozenset[int]:
+        """Reductions that are made a second time."""
+        return frozenset(own.subject for own in self.interleaved or self.backward if own.kind is ActionKind.REDUCE_AGAIN)
+
+    @cached_property
+    def _carried_again(self) -> list[Carrier]:
+        own: dict[ActionKind, Literal["message", "exchange"]]
+        own = {ActionKind.TRANSFER_AGAIN: "message", ActionKind.EXCHANGE_AGAIN: "exchange"}
+        return [(own[action.kind], action.subject) for action in self.interleaved or self.backward if action.kind in own]
 
     def takers(self, rank: int) -> dict[ValueKey, int]:
         """How often parts of the gradients of a rank's fetches are taken, as ``count_takers`` counts."""
@@ -221,6 +280,7 @@ def compile_program(
     backward = [
         *backward_entries(plan, index, activity, segments, segment_of, turns),
         *repeated,
+        *gathered_again(plan, run),
         *after_backward(plan, activity.tiles, segment_of, turns, places),
         *gathered.backward,
     ]
@@ -277,6 +337,12 @@ def task_name(program: Program, kind: str, subject: int) -> str:
         case ActionKind.SEGMENT | ActionKind.WEIGHTS | ActionKind.RECOMPUTE as own:
             first = plan.tiles[program.segments[subject].tiles[0]]
             return _PASSES[own](plan.operator(first), first)
+        case ActionKind.REDUCE_AGAIN:
+            return reduce_name(plan.graph.operators[plan.reductions[subject].operator], plan.reductions[subject]) + AGAIN
+        case ActionKind.TRANSFER_AGAIN:
+            return message_name(plan, plan.messages[subject]) + AGAIN
+        case ActionKind.EXCHANGE_AGAIN:
+            return exchange_name(plan, plan.exchanges[subject]) + AGAIN
         case ActionKind.TRANSFER | ActionKind.RETURN:
             return message_name(plan, plan.messages[subject], gradient=back)
         case ActionKind.EXCHANGE | ActionKind.RETURN_EXCHANGE:

@@ -20,7 +20,7 @@ import torch
 
 from soap.model.regions import lengths
 from soap.plan.departures import sending_pass
-from soap.plan.plan import ASK_NAME, Exchange, Pattern, exchange_name, message_name, recompute_name, reduce_name, remote_parts
+from soap.plan.plan import AGAIN, ASK_NAME, Exchange, Pattern, exchange_name, message_name, recompute_name, reduce_name, remote_parts
 from soap.plan.plan import Part as MessagePart
 from soap.plan.running.activity import ValueKey
 from soap.runtime.comm.packing import are_adjacent
@@ -32,7 +32,7 @@ from soap.runtime.step.gradients import Gradients
 from soap.runtime.step.routed import Ids, RegionKey
 from soap.runtime.step.state import Output, StepState, leaf
 from soap.runtime.sync.look_ups import Asked, LookUps, rows_for
-from soap.runtime.sync.shards import ShardStore
+from soap.runtime.sync.shards import ShardStore, keep_memory
 from soap.simulator.tasks import TaskKind
 from soap.strategy.recomputation import has_product
 from soap.tracing.calls import TileContext
@@ -76,6 +76,8 @@ class ForwardPass:
         self._products = KeptProducts(state)
         self._arrivals = Arrivals(state)
         self._reducing: dict[int, Pending] = {}
+        self._gathered = self.program.gathered_again
+        self._coming: dict[int, int] = {}
         state.regions.ids_of = self._ids_of
 
     def run_tile(self, number: int) -> None:
@@ -87,8 +89,9 @@ class ForwardPass:
         for sync in () if self._second else tile.needs:
             self._values[sync].need(sync)
         outputs = self._outputs(tile)
-        if tile.gathered:
-            outputs = self._without_values(tile, outputs)
+        gathered = [own.key for own in tile.leaves if own.number in self._gathered] if self._gathered and not self._second else []
+        if tile.gathered or gathered:
+            outputs = self._without_values(tile, outputs, gathered)
         tile.check(outputs)
         if tile.routed is not None:
             self._note_rows(tile, tile.routed)
@@ -125,9 +128,9 @@ class ForwardPass:
         source = next(source for source in tile.inputs if source.tensor == ids)
         return Ids(self._input(source), source.box[0][0])
 
-    def _without_values(self, tile: PreparedTile, outputs: Outputs) -> Outputs:
-        """The outputs; those that are views of values which are gathered for their uses become copies."""
-        leaves = [self.shards.leaves[piece] for piece in tile.gathered]
+    def _without_values(self, tile: PreparedTile, outputs: Outputs, gathered: Iterable[ValueKey]) -> Outputs:
+        """The outputs; those that are views of values which are gathered for their uses, or again, become copies."""
+        leaves = [*(self.shards.leaves[piece] for piece in tile.gathered), *map(self.state.values.__getitem__, gathered)]
         places = {leaf.untyped_storage().data_ptr() for leaf in leaves if leaf.numel()}
         with torch.set_grad_enabled(tile.active):
             return [
@@ -136,6 +139,7 @@ class ForwardPass:
 
     def recompute(self, segment: int) -> None:
         """Run a segment's tiles again, so that autograd keeps what their backward pass needs. Gathered parameters stay till then."""
+        self.gather_for(segment)
         for sync in self._prepared.needed.get((ActionKind.RECOMPUTE, segment), ()):
             self._values[sync].need(sync)
         context, self.context = self.context, replace(self.context, update_buffers=False)
@@ -217,10 +221,72 @@ class ForwardPass:
         parts = remote_parts(self.plan, self.plan.exchanges[number].parts)
         self._leave_holdings({holding for source, _, _, holding in parts if source == self.state.rank})
 
-    def reduce(self, number: int) -> None:
-        """Sum this rank's partial results, then begin to sum over the group."""
+    def transfer_again(self, number: int) -> None:
+        """Send or receive a message a second time."""
+        message = self.plan.messages[number]
+        if message.target == self.state.rank:
+            self._expect_again(message.parts)
+            self._arrivals.expect_message(number, AGAIN)
+            self._has_come(message.parts)
+            return
+        parts = remote_parts(self.plan, message.parts)
+        values = [self.state.regions.cut(("holding", holding), self._held(holding), box) for _, _, box, holding in parts]
+        name = message_name(self.plan, message) + AGAIN
+        self.state.comm.keep(self.state.send(values, message.target, self.program.tags[number], name))
+        self._leave_again({holding for *_, holding in parts})
+
+    def exchange_again(self, number: int) -> None:
+        """Take part in an exchange a second time."""
+        exchange = self.plan.exchanges[number]
+        mine = [part for part in exchange.parts if self.plan.fetches[part[0]].device == self.state.rank]
+        self._expect_again(mine)
+        self._arrivals.exchange(number, self._held, AGAIN)
+        parts = remote_parts(self.plan, exchange.parts)
+        self._leave_again({holding for source, _, _, holding in parts if source == self.state.rank})
+        self._has_come(mine)
+
+    def _expect_again(self, parts: Iterable[MessagePart]) -> None:
+        """Give regions whose parts come a second time their memory back."""
+        for fetch in dict.fromkeys(fetch for fetch, _ in parts):
+            if fetch in self._coming:
+                continue
+            self._coming[fetch] = len(self.program.index.carriers[fetch])
+            key: ValueKey = ("fetch", fetch)
+            if key in self.state.values:
+                region = self.state.values[key]
+                keep_memory(region, kept=True)
+                self._arrivals.put_into(fetch, region.data)
+
+    def _has_come(self, parts: Iterable[MessagePart]) -> None:
+        """Note that all parts of a message or exchange have been asked for. A region that nobody reads again is taken at once."""
+        for fetch in dict.fromkeys(fetch for fetch, _ in parts):
+            self._coming[fetch] -= 1
+            if not self._coming[fetch] and ("fetch", fetch) not in self.state.values:
+                self._take_again(self._prepared.fetches[fetch])
+
+    def _take_again(self, fetch: Fetched) -> None:
+        self._arrivals.take(fetch.number, self._held)
+        self._leave_again(fetch.holdings)
+        del self._coming[fetch.number]
+
+    def gather_for(self, segment: int) -> None:
+        """Wait for what a segment's tiles read of regions that are gathered again."""
+        if not self._coming:
+            return
+        for number in self.program.segments[segment].tiles:
+            for fetch in self._prepared.tiles[number].leaves:
+                if fetch.number in self._coming:
+                    self._take_again(fetch)
+
+    def _leave_again(self, holdings: Iterable[int]) -> None:
+        for holding in holdings:
+            self.state.values.leave_again(("holding", holding))
+
+    def reduce(self, number: int, again: str = "") -> None:
+        """Sum this rank's partial results, then begin to sum over the group. ``again``: behind the name of its task, if it is the second
+        time."""
         reduction, total = self.plan.reductions[number], self._own_sum(number)
-        name = reduce_name(self.state.graph.operators[reduction.operator], reduction)
+        name = reduce_name(self.state.graph.operators[reduction.operator], reduction) + again
         state = self.state
         pending = state.scatter_sum(total, number, name) if reduction.cells else state.sum_over(total, reduction.devices, name)
         self._round(pending, number)
@@ -325,7 +391,7 @@ class ForwardPass:
             tensor = outputs[summand.output]
             if tensor is None:
                 continue
-            if not self._second:
+            if not self._second or summand.reduction in self.program.summed_again:
                 self._partials[tile.number, summand.output] = tensor.detach()
             if summand.answered and tile.again is self._second:
                 self._note(Output(Awaited(tensor) if summand.seed is None else tensor, None, summand.reduction, summand.seed))
@@ -387,9 +453,11 @@ class ForwardPass:
         return values[key]
 
     def _leave_fetch(self, fetch: Fetched) -> None:
-        """Note that one consumer has read a fetch; after the last one, drop it."""
+        """Note that one consumer has read a fetch; after the last one, drop it, or let its memory go until it is gathered again."""
         if not self._leave(fetch.key):
             return
+        if fetch.number in self._gathered and not self._second and fetch.key in self.state.values:
+            keep_memory(self.state.values[fetch.key], kept=False)
         self._fetched.pop(fetch.number, None)
         if not fetch.carried:
             self._leave_holdings(fetch.holdings)
@@ -400,7 +468,7 @@ class ForwardPass:
             if self._leave(("holding", holding)):
                 self._attached.pop(holding, None)
                 reduction = self.plan.holdings[holding].reduction
-                if reduction is not None and not self._second:
+                if reduction is not None and (not self._second or reduction in self.program.summed_again):
                     self._reducing.pop(reduction)
 
     def _leave(self, key: ValueKey) -> bool:
@@ -458,18 +526,23 @@ class Arrivals:
         self._pending: dict[int, list[Pending]] = {}
         self._filled: set[int] = set()
 
-    def expect_message(self, number: int) -> None:
-        """Start receiving a message."""
+    def put_into(self, fetch: int, region: torch.Tensor) -> None:
+        """Let a region be received into this memory."""
+        self._rooms[fetch] = region
+
+    def expect_message(self, number: int, again: str = "") -> None:
+        """Start receiving a message. ``again``: behind the name of its task."""
         message = self._plan.messages[number]
         places = [self._place(part) for part in message.parts]
-        pending = self._state.receive(places, message.source, self._state.program.tags[number], message_name(self._plan, message))
+        pending = self._state.receive(places, message.source, self._state.program.tags[number], message_name(self._plan, message) + again)
         self._note(message.parts, pending)
 
-    def exchange(self, number: int, held: Held) -> None:
+    def exchange(self, number: int, held: Held, again: str = "") -> None:
         """Take part in an exchange."""
         exchange = self._plan.exchanges[number]
+        name = exchange_name(self._plan, exchange) + again
         if exchange.pattern is Pattern.BROADCAST:
-            self._broadcast(exchange, held)
+            self._broadcast(exchange, held, name)
             return
         rank, devices = self._state.rank, exchange.devices
         given: dict[int, list[torch.Tensor]] = {device: [] for device in devices}
@@ -481,7 +554,6 @@ class Arrivals:
         for part in sent:
             given[self._plan.fetches[part[0]].device].append(self._value(part, held))
         self._include_own(mine, {self._holding(part) for part in sent}, given[rank], expected, held)
-        name = exchange_name(self._plan, exchange)
         pending = self._state.exchange(exchange.tensor, list(given.values()), list(expected.values()), devices, name)
         self._note(mine, pending)
 
@@ -492,7 +564,9 @@ class Arrivals:
         key: RegionKey = ("fetch", fetch)
         if self._state.regions.is_routed(key):
             self._rooms[fetch] = self._state.regions.empty(key)
-        if fetch not in self._filled:
+        if fetch in self._filled:
+            self._filled.remove(fetch)
+        else:
             for place, piece in enumerate(self._plan.fetches[fetch].pieces):
                 part = (fetch, place)
                 came = self._value(part, held) if self._source(part) == self._state.rank else self._parts.pop(part, None)
@@ -500,8 +574,8 @@ class Arrivals:
                     self._state.regions.put(key, self._rooms[fetch], piece.box, came)
         return self._rooms.pop(fetch)
 
-    def _broadcast(self, exchange: Exchange, held: Held) -> None:
-        source, name = self._source(exchange.parts[0]), exchange_name(self._plan, exchange)
+    def _broadcast(self, exchange: Exchange, held: Held, name: str) -> None:
+        source = self._source(exchange.parts[0])
         if self._state.rank == source:
             self._state.tell(self._value(exchange.parts[0], held), len(exchange.parts), exchange.devices, name)
             return

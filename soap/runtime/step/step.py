@@ -22,6 +22,7 @@ from soap.model.regions import Box
 from soap.plan.departures import sending_pass
 from soap.plan.division import weights_name
 from soap.plan.plan import (
+    AGAIN,
     Exchange,
     Part,
     Pattern,
@@ -441,6 +442,7 @@ def _calls(actions: Sequence[Action], rank: int) -> list[tuple[str, int]]:
 def _handlers(forward: ForwardPass, backward: BackwardPass, gradients: Gradients) -> dict[str, Callable[[int], None]]:
     def run_segment(number: int) -> None:
         forward.release()
+        forward.gather_for(number)
         backward.run_segment(number)
 
     handlers: dict[ActionKind, Callable[[int], None]] = {
@@ -450,6 +452,9 @@ def _handlers(forward: ForwardPass, backward: BackwardPass, gradients: Gradients
         ActionKind.REDUCE: forward.reduce,
         ActionKind.REDUCE_NUMBERS: forward.reduce_numbers,
         ActionKind.LOSS: forward.tell_loss,
+        ActionKind.TRANSFER_AGAIN: forward.transfer_again,
+        ActionKind.EXCHANGE_AGAIN: forward.exchange_again,
+        ActionKind.REDUCE_AGAIN: partial(forward.reduce, again=AGAIN),
         ActionKind.RECOMPUTE: forward.recompute,
         ActionKind.SEGMENT: run_segment,
         ActionKind.WEIGHTS: backward.run_weights,

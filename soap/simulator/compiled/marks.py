@@ -33,7 +33,8 @@ MOMENT, COPY = -2, -1
 class MarkTables(NamedTuple):
     """By mark: its rows ``ptr[mark]:ptr[mark + 1]`` of ``rows[row, column]``; for how many of them a backward pass waits
     (``backward_waits``); whether its first row waits for a need (``needed``); the block of second runs, or 0 (``again_block``); by mark of
-    a reader, whether both are needed at once (``together``); how often devices, and hosts, hold each ``Amount`` (``held``, ``on_host``).
+    a reader, whether both are needed at once (``together``); whether operands are gathered again (``gathers``), and whether what a tile
+    keeps is gone until then (``lets_go``); how often devices, and hosts, hold each ``Amount`` (``held``, ``on_host``).
     ``tells``, from ``tells_ptr`` on, for each mark's forward passes and rows: the
     blocks of what waits for these."""
 
@@ -43,6 +44,8 @@ class MarkTables(NamedTuple):
     needed: Ints
     again_block: Ints
     together: IntRows
+    gathers: Ints
+    lets_go: Ints
     held: IntRows
     on_host: IntRows
     tells_ptr: Ints
@@ -80,6 +83,8 @@ def mark_tables() -> MarkTables:
         needed=ints(own.needed for own in marked),
         again_block=ints(0 if own.again is None else ROW_BLOCKS + own.again for own in marked),
         together=together,
+        gathers=ints(own.gathers for own in marked),
+        lets_go=ints(bool(own.kept_until) for own in marked),
         held=_held(on_host=False),
         on_host=_held(on_host=True),
         tells_ptr=ints(tells_ptr),
@@ -115,6 +120,12 @@ def is_needed(C: State, op: int) -> bool:
 def needed_together(C: State, op: int, reader: int) -> bool:
     """Whether an operator's tiles are needed as soon as those of a reader."""
     return C.marks.together[C.marked[op], C.marked[reader]] > 0
+
+
+@inlined
+def gathers(C: State, op: int) -> bool:
+    """Whether operands of an operator's tiles are gathered again."""
+    return C.marks.gathers[C.marked[op]] > 0
 
 
 @inlined

@@ -20,6 +20,7 @@ from soap.simulator.compiled.machine_code import entry
 from soap.simulator.compiled.marks import holds_on_host, marked_bytes, runs_again
 from soap.simulator.compiled.rows import INDEX_BYTES
 from soap.simulator.compiled.scratch import FETCHES, FULL, HOLDINGS, REDUCTIONS
+from soap.simulator.compiled.second_runs import is_gathered_again, is_summed_again
 from soap.simulator.compiled.syncs.codes import BY_ROWS, COMPRESSED, GATHERED, OFFLOADED, PARTED, SERVED
 from soap.simulator.compiled.syncs.members import compresses, find_geometry, find_members
 from soap.simulator.compiled.syncs.templates import find_effort
@@ -131,6 +132,7 @@ def _add_moved(W, M, op):  # type: ignore[no-untyped-def]
     if S.count[HOLDINGS] > len(S.work):
         raise MemoryError(FULL)
     fill(S.work, 0, S.count[HOLDINGS], 1)
+    times = 2 if is_gathered_again(W, op) else 1
     for fetch in range(S.count[FETCHES]):
         out, device = G.output_ptr[op] + S.f_out[fetch], S.f_dev[fetch]
         itemsize, gradient, region, remote = G.output_itemsize[out], G.output_gradient[out], 0, False
@@ -138,11 +140,11 @@ def _add_moved(W, M, op):  # type: ignore[no-untyped-def]
             region += S.p_volume[piece] * itemsize
             if is_remote(S, piece):
                 remote, source, size = True, S.h_dev[S.p_hold[piece]], S.p_volume[piece] * itemsize
-                part[MOVED, source] += size * (1 + gradient)
+                part[MOVED, source] += size * (times + gradient)
                 _wait(G, M, op, source, size * gradient)
                 S.work[S.p_hold[piece]] = 2
         if remote:
-            part[VALUES, device] += 2 * region
+            part[VALUES, device] += (1 + times) * region
             part[MOVED, device] += region * gradient
             _wait(G, M, op, device, region * gradient)
         elif S.f_piece[fetch + 1] - S.f_piece[fetch] > 1:
@@ -161,15 +163,16 @@ def _add_moved(W, M, op):  # type: ignore[no-untyped-def]
 def _add_sums(W, M, op):  # type: ignore[no-untyped-def]
     """Add sums of partial results, or cells of them with what is sent and received for these."""
     G, S, part = W.graph, W.scratch, M.part
+    times = 2 if is_summed_again(W, op) else 1
     for red in range(S.count[REDUCTIONS]):
         out, first, count = G.output_ptr[op] + S.r_out[red], S.r_dev_ptr[red], S.r_dev_ptr[red + 1] - S.r_dev_ptr[red]
         whole = W.variants.box_volume[S.r_box[red]]
         for i in range(count):
             device, cut = S.r_dev[first + i], S.r_cells[red] >= 0
-            part[VALUES, device] += whole * G.output_partial_itemsize[out]
+            part[VALUES, device] += times * whole * G.output_partial_itemsize[out]
             if cut:
                 cell = S.cell_volume[S.r_cells[red] + i]
-                part[MOVED, device] += count * cell * (G.output_partial_itemsize[out] + G.output_itemsize[out])
+                part[MOVED, device] += count * cell * (times * G.output_partial_itemsize[out] + G.output_itemsize[out])
             _wait(G, M, op, device, (1 + cut) * whole * G.output_itemsize[out] * G.output_gradient[out])
 
 

@@ -11,18 +11,24 @@ from soap.simulator.compiled.delivery import deliver
 from soap.simulator.compiled.fetches import is_remote
 from soap.simulator.compiled.holdings import tile_count
 from soap.simulator.compiled.jit import compiled
-from soap.simulator.compiled.marks import is_made_again, is_needed, needed_together, row_count, runs_again
+from soap.simulator.compiled.marks import gathers, is_made_again, is_needed, needed_together, row_count, runs_again
 from soap.simulator.compiled.operator_tasks import add_carrier, add_count, add_sum, is_active
 from soap.simulator.compiled.rows import is_sparse_lookup
 from soap.simulator.compiled.scratch import CARRIERS, EDGES, FETCHES, FULL, GRADIENTS, HOLDINGS, REDUCTIONS, RESOURCES, TASKS
 from soap.simulator.compiled.second_runs import (
+    GATHERED,
+    SUMMED,
     add_claim,
     begin_claims,
     claim_by_readers,
+    gather_again,
+    is_gathered_again,
+    is_summed_again,
     last_reader,
     link_second_runs,
     need_tiles,
     place_rows,
+    sum_again,
     tile_slots,
     weights_slot,
 )
@@ -87,24 +93,25 @@ def _place_weights(W, op, costs):  # type: ignore[no-untyped-def]
 @compiled
 def lower_operator(W: World, op: int) -> bool:
     """Make an operator's block anew, from the current configurations. True if it has changed which of the operator's tiles have a backward
-    pass."""
+    pass. ``again``, in what this calls: whether its outputs are ``GATHERED`` or ``SUMMED`` again, else 0."""
     G, V, C, S = W.graph, W.variants, W.state, W.scratch
     count = tile_count(V, C, op)
     S.count[TASKS] = S.count[EDGES] = S.count[RESOURCES] = S.count[GRADIENTS] = 0
     deliver(W, op)
+    again = GATHERED if is_gathered_again(W, op) else SUMMED if is_summed_again(W, op) else 0
     own = count * (2 if runs_again(C, op) else 1)
     for slot in range(G.reader_ptr[op + 1] - G.reader_ptr[op]):
         reader = G.reader[G.reader_ptr[op] + slot]
         S.slot_base[slot], S.need_base[slot] = own, -1
         own += tile_count(V, C, reader)
-        if needed_together(C, op, reader):
+        if needed_together(C, op, reader) or (again == GATHERED and gathers(C, reader)):
             S.need_base[slot] = own
             own += tile_count(V, C, reader)
         if slot + 2 > len(S.slot_base):
             raise MemoryError(FULL)
     own_slot = C.used[SLOTS]
     _forward(W, op, own, own_slot)
-    changed = _backward(W, op, own, own_slot)
+    changed = _backward(W, op, own, own_slot, again)
     _install(C, S, op, own, own_slot, G.reader_ptr[op], G.reader_ptr[op + 1])
     return changed
 
@@ -149,7 +156,7 @@ def _forward(W, op, own, own_slot):  # type: ignore[no-untyped-def]
                 for i in range(S.member_ptr[S.r_group[red]], S.member_ptr[S.r_group[red] + 1]):
                     add_edge(S, own + counting, C.tile_slot[op] + S.r_rep[red] * cells + S.member[i])
     for carrier in range(S.count[CARRIERS]):
-        task = add_carrier(W, op, carrier, False)
+        task = add_carrier(W, op, carrier, False, False)
         S.k_task[carrier] = task
         before = -1
         for i in range(S.k_part[carrier], S.k_part[carrier + 1]):
@@ -184,7 +191,7 @@ def _add_gradient(S, hold, source):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _backward(W, op, own, own_slot):  # type: ignore[no-untyped-def]
+def _backward(W, op, own, own_slot, again):  # type: ignore[no-untyped-def]
     """Add the tasks that return gradients to the holdings, sums of these, and the edges to the operator's backward tiles. True if it has
     changed which tiles have a backward pass."""
     G, V, C, S = W.graph, W.variants, W.state, W.scratch
@@ -194,7 +201,7 @@ def _backward(W, op, own, own_slot):  # type: ignore[no-untyped-def]
         S.gradient_head[hold] = -1
     begin_claims(S)
     if is_needed(C, op):
-        claim_by_readers(W, op)
+        claim_by_readers(W, op, again)
     _return_gradients(W, op, own, own_slot)
     if not G.backward[op]:
         return False
@@ -226,9 +233,13 @@ def _backward(W, op, own, own_slot):  # type: ignore[no-untyped-def]
         if C.divided[op]:
             C.alive[weights_slot(C, op) + tile] = alive
     if is_needed(C, op):
-        changed |= need_tiles(W, op, cells, own, starts)
+        changed |= need_tiles(W, op, cells, own, starts, again)
     if is_made_again(C, op):
         link_second_runs(W, op)
+    if again == GATHERED:
+        gather_again(W, op, own, own_slot)
+    elif again == SUMMED:
+        sum_again(W, op, own, own_slot)
     return changed
 
 
@@ -253,7 +264,7 @@ def _return_gradients(W, op, own, own_slot):  # type: ignore[no-untyped-def]
             active |= S.f_alive[S.p_fetch[S.part[i]]] > 0
         if not active:
             continue
-        task = add_carrier(W, op, carrier, True)
+        task = add_carrier(W, op, carrier, True, False)
         last = last_reader(W, op, carrier) if is_needed(C, op) else -1
         before = -1
         for i in range(S.k_part[carrier], S.k_part[carrier + 1]):

@@ -25,6 +25,7 @@ from soap.simulator.compiled.scratch import FULL, RESOURCES, STAMP, TASKS
 from soap.simulator.compiled.task_keys import BACKWARD, FORWARD, task_key
 from soap.simulator.compiled.tile_times import PASSES
 from soap.simulator.compiled.variants import CELLS, COSTS
+from soap.simulator.task_list import GATHER
 
 
 @compiled
@@ -114,16 +115,16 @@ def is_active(S, carrier, piece):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def add_carrier(W, op, carrier, gradient):  # type: ignore[no-untyped-def]
-    """Add the task of a message or exchange, or with ``gradient`` of the gradients that return."""
+def add_carrier(W, op, carrier, gradient, again):  # type: ignore[no-untyped-def]
+    """Add the task of a message or exchange, or with ``gradient`` of the gradients that return, with ``again`` of its second time."""
     G, K, S = W.graph, W.cluster, W.scratch
     first_output, devices = G.output_ptr[op], len(K.device_type)
     piece = S.part[S.k_part[carrier]]
     fetch = S.p_fetch[piece]
     consumer = S.f_first[fetch]
     reader = G.reader[G.reader_ptr[op] + S.c_slot[consumer]]
-    place = len(G.backward) - 1 - reader if gradient else reader
-    phase, stage = (BACKWARD, 2) if gradient else (FORWARD, 0)
+    place = len(G.backward) - 1 - reader if gradient or again else reader
+    phase, stage = (BACKWARD, GATHER) if again else (BACKWARD, 2) if gradient else (FORWARD, 0)
     key = task_key(phase, place, stage, S.c_tile[consumer], S.c_operand[consumer], piece - S.f_piece[fetch])
     if S.k_pattern[carrier] == MESSAGE:
         size = 0
@@ -172,7 +173,9 @@ def _after_readers_ns(W, op, fetch, duration, gradient):  # type: ignore[no-unty
     G, S = W.graph, W.scratch
     overlapped, consumer = 0, S.f_first[fetch]
     while consumer >= 0:
-        overlapped += _overlapped_ns(W, G.reader[G.reader_ptr[op] + S.c_slot[consumer]], S.c_tile[consumer], gradient)
+        reader, tile = G.reader[G.reader_ptr[op] + S.c_slot[consumer]], S.c_tile[consumer]
+        forward = _overlapped_ns(W, reader, tile, False)
+        overlapped += max(0, _overlapped_ns(W, reader, tile, True) - forward) if gradient else forward
         consumer = S.c_next[consumer]
     return _left_ns(duration, overlapped, S.f_piece[fetch + 1] - S.f_piece[fetch])
 

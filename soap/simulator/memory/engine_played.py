@@ -23,7 +23,7 @@ from soap.simulator.engine import Engine
 from soap.simulator.memory.grouped import Bools, Longs
 from soap.simulator.memory.plan_arrays import MESSAGE, PlanArrays
 from soap.simulator.memory.played import KINDS, NONE, Played, Replayable
-from soap.simulator.task_list import BACKWARD, FORWARD, SYNC
+from soap.simulator.task_list import BACKWARD, FORWARD, GATHER, SUM, SYNC
 from soap.simulator.tasks import CHUNKS, TaskKind
 
 BY_TILE = {
@@ -46,8 +46,8 @@ def engine_played(engine: Engine, plan: Plan, arrays: PlanArrays) -> Played:
     ids, kind = _Ids(engine.keys(slots[others]), others), np.empty(len(kinds), np.int64)
     kind[others] = np.where(ids.phase < SYNC, KINDS[TaskKind.REDUCE], KINDS[TaskKind.SYNC])
     carriers, sums = _carrier_ids(plan, arrays), _sum_ids(plan, arrays)
-    brought, returned = ids.places(carriers[0]), ids.places(carriers[1])
-    summed, summed_back = ids.places(sums[0]), ids.places(sums[1])
+    brought, returned, gathered = (ids.places(own) for own in carriers)
+    summed, summed_back, summed_again = (ids.places(own) for own in sums)
     found = {name: np.full(len(arrays.tiles.device), NONE) for name in BY_TILE}
     for name, (slot_kind, task_kind) in BY_TILE.items():
         own = np.flatnonzero(kinds == slot_kind)
@@ -61,7 +61,7 @@ def engine_played(engine: Engine, plan: Plan, arrays: PlanArrays) -> Played:
             rows[row.name][tiles[own]] = own
             kind[own] = KINDS[TaskKind(row.kind)]
     moved = np.where(arrays.carriers.pattern == MESSAGE, KINDS[TaskKind.TRANSFER], KINDS[TaskKind.EXCHANGE])
-    for own in (brought, returned):
+    for own in (brought, returned, gathered):
         kind[own[own >= 0]] = moved[own >= 0]
 
     def replayable() -> Replayable:
@@ -86,8 +86,10 @@ def engine_played(engine: Engine, plan: Plan, arrays: PlanArrays) -> Played:
         replayable=replayable,
         brought=brought,
         returned=returned,
+        gathered=gathered,
         summed=summed,
         summed_back=summed_back,
+        summed_again=summed_again,
         named=_named(plan, ids, kind),
         rows=rows,
         **found,
@@ -143,21 +145,24 @@ def _columns(phase: int, *parts: Longs | int) -> Longs:
     return np.stack(np.broadcast_arrays(phase, *parts), axis=1)
 
 
-def _carrier_ids(plan: Plan, arrays: PlanArrays) -> tuple[Longs, Longs]:
-    """The ids of all carriers' tasks, and of those that bring their gradients back (``lowering._Lowering._carrier_task``)."""
+def _carrier_ids(plan: Plan, arrays: PlanArrays) -> tuple[Longs, Longs, Longs]:
+    """The ids of all carriers' tasks, of those that bring their gradients back, and of their second times
+    (``lowering._Lowering._carrier_task``)."""
     piece = arrays.carriers.part[arrays.carriers.parts[:-1]]
     fetch = arrays.pieces.fetch[piece]
     reader = arrays.fetches.readers[fetch]
     operator, tile = _numbers(plan, arrays, arrays.readers.tile[reader])
     own = tile, arrays.readers.operand[reader], piece - arrays.fetches.pieces[fetch]
-    return _columns(FORWARD, operator, 0, *own), _columns(BACKWARD, len(plan.graph.operators) - 1 - operator, 2, *own)
+    back = len(plan.graph.operators) - 1 - operator
+    return _columns(FORWARD, operator, 0, *own), _columns(BACKWARD, back, 2, *own), _columns(BACKWARD, back, GATHER, *own)
 
 
-def _sum_ids(plan: Plan, arrays: PlanArrays) -> tuple[Longs, Longs]:
-    """The ids of all reductions' tasks, and of those of their gradients (``lowering._Lowering._reduce_task``)."""
+def _sum_ids(plan: Plan, arrays: PlanArrays) -> tuple[Longs, Longs, Longs]:
+    """The ids of all reductions' tasks, of those of their gradients, and of their second times (``lowering._Lowering._reduce_task``)."""
     operator, tile = _numbers(plan, arrays, arrays.sums.member[arrays.sums.members[:-1]])
     own = tile, arrays.sums.output, 0
-    return _columns(FORWARD, operator, 2, *own), _columns(BACKWARD, len(plan.graph.operators) - 1 - operator, 0, *own)
+    back = len(plan.graph.operators) - 1 - operator
+    return _columns(FORWARD, operator, 2, *own), _columns(BACKWARD, back, 0, *own), _columns(BACKWARD, back, SUM, *own)
 
 
 def _numbers(plan: Plan, arrays: PlanArrays, tile: Longs) -> tuple[Longs, Longs]:

@@ -36,7 +36,8 @@ class Played(NamedTuple):
     among them, a task that it waits for), by place. ``replayable``: makes the rest, which few ask for.
 
     The tasks, or NONE: by tile ``forward``, ``backward``, ``weights``, ``again`` (second run), and by name all ``rows`` of marks; by
-    carrier of ``PlanArrays`` ``brought`` and ``returned``; by reduction ``summed`` and ``summed_back``. ``named``: by name of a
+    carrier of ``PlanArrays`` ``brought``, ``returned`` and ``gathered`` (its second time);
+    by reduction ``summed``, ``summed_back`` and ``summed_again``. ``named``: by name of a
     synchronization's or an update's task, its first and its last chunk.
     """
 
@@ -53,8 +54,10 @@ class Played(NamedTuple):
     rows: Mapping[str, Longs]
     brought: Longs
     returned: Longs
+    gathered: Longs
     summed: Longs
     summed_back: Longs
+    summed_again: Longs
     named: Mapping[str, tuple[int, int]]
 
 
@@ -87,8 +90,8 @@ def played_of(tasks: TaskGraph, schedule: Schedule) -> Played:
         lambda: Replayable(*times_of(tasks), _ranks([task.id for task in todo]), *_rows([task.resources for task in todo])),
         *passes,
         {name: _by_number(own.rows.get(name, {}), range(tiles)) for name in row_names()},
-        *(_by_number(places, parts) for places in (own.brought, own.returned)),
-        *(_by_number(places, sums) for places in (own.summed, own.summed_back)),
+        *(_by_number(places, parts) for places in (own.brought, own.returned, own.gathered)),
+        *(_by_number(places, sums) for places in (own.summed, own.summed_back, own.summed_again)),
         named,
     ]
     return Played(*fields)

@@ -55,11 +55,15 @@ class Active(NamedTuple):
 
 
 class Again(NamedTuple):
-    """``tiles``: whether each runs forward twice. ``maker``, ``reader``: pairs of these, of which one reads what the other makes again."""
+    """``tiles``: whether each runs forward twice. ``maker``, ``reader``: pairs of these, of which one reads what the other makes again.
+    ``gathered``, ``gatherer``: pairs of one of these and a tile, on any device, that reads what it makes again once that has been gathered,
+    or summed, again."""
 
     tiles: Bools
     maker: Longs
     reader: Longs
+    gathered: Longs
+    gatherer: Longs
 
 
 class RankOrder(NamedTuple):
@@ -81,9 +85,10 @@ class RankOrder(NamedTuple):
         A segment's second run comes right before the first backward pass that needs it, its own or that of a segment that reads what it
         makes again; and after the second runs that it reads from. So as little as possible is there at a time.
         """
-        count, number = len(turns), self.segments.number
-        own = distinct(number[self.again.tiles])
-        pairs = distinct(number[self.again.reader] * count + number[self.again.maker])
+        count, number, again = len(turns), self.segments.number, self.again
+        own = distinct(number[np.append(np.flatnonzero(again.tiles), again.gatherer)])
+        reads, made = np.append(again.reader, again.gatherer), np.append(again.maker, again.gathered)
+        pairs = distinct(number[reads] * count + number[made])
         makers: dict[int, list[int]] = {}
         for one, other in zip((pairs // count).tolist(), (pairs % count).tolist(), strict=True):
             makers.setdefault(one, []).append(other)
@@ -95,7 +100,8 @@ class RankOrder(NamedTuple):
                 if needed not in turn:
                     turn[needed] = int(turns[segment])
                     todo.extend(makers.get(needed, ()))
-        found = np.array([(at, segment) for segment, at in turn.items()], np.int64).reshape(-1, 2)
+        twice = {*number[again.tiles].tolist()}
+        found = np.array([(at, segment) for segment, at in turn.items() if segment in twice], np.int64).reshape(-1, 2)
         return found[np.lexsort((self.segments.start[found[:, 1]], found[:, 0]))]
 
 
@@ -229,14 +235,32 @@ class _Ordering:
         """What runs twice."""
         again, none = active.tiles & self._of(self._plan.recomputed_operators), np.zeros(0, np.int64)
         if not again.any():
-            return Again(again, none, none)
+            return Again(again, none, none, none, none)
         arrays, pieces = self._arrays, self._arrays.pieces
         maker = np.where(arrays.holdings.sum[pieces.holding] < 0, arrays.holdings.tile[pieces.holding], -1)
         remade = again & ~self._of(self._plan.light_operators)
-        own = np.flatnonzero((maker >= 0) & remade[maker] & ~arrays.fetches.remote[pieces.fetch])
-        place, row = rows_of(arrays.fetches.readers, pieces.fetch[own])
-        reader = arrays.readers.tile[row]
-        return Again(again, maker[own][place][again[reader]], reader[again[reader]])
+        remade, remote = (maker >= 0) & remade[maker], arrays.fetches.remote[pieces.fetch]
+        gathered = self._of(self._plan.gathered_again)[maker]
+        pairs = list[Longs]()
+        for own, reads in ((remade & ~remote, again), (remade & remote & gathered, active.tiles)):
+            piece = np.flatnonzero(own)
+            place, row = rows_of(arrays.fetches.readers, pieces.fetch[piece])
+            reader = arrays.readers.tile[row]
+            pairs += [maker[piece][place][reads[reader]], reader[reads[reader]]]
+        members, readers = self._summed_again(active)
+        return Again(again, pairs[0], pairs[1], np.append(pairs[2], members), np.append(pairs[3], readers))
+
+    def _summed_again(self, active: Active) -> tuple[Longs, Longs]:
+        """Pairs of a tile and of one that reads a sum, made a second time, to which the first contributes."""
+        arrays, chosen = self._arrays, np.zeros(len(self._plan.graph.operators) + 1, np.bool_)
+        chosen[list(self._plan.summed_again)] = True
+        held = arrays.holdings.sum[arrays.pieces.holding]
+        piece = np.flatnonzero(chosen[np.append(arrays.sums.operator, -1)[held]])
+        place, row = rows_of(arrays.fetches.readers, arrays.pieces.fetch[piece])
+        reader, summed = arrays.readers.tile[row], held[piece][place]
+        reader, summed = reader[active.tiles[reader]], summed[active.tiles[reader]]
+        place, row = rows_of(arrays.sums.members, summed)
+        return arrays.sums.member[row], reader[place]
 
     def _runs(self, again: Again) -> Longs:
         """By tile, the lowest tile of its run, or -1 if it does not run twice. Linked tiles take the lower one's number, and that one's,

@@ -27,7 +27,8 @@ from soap.simulator.tasks import TaskKind
 
 BACKWARD, COPY, RECOMPUTE = (KINDS[kind] for kind in (TaskKind.BACKWARD, TaskKind.COPY, TaskKind.RECOMPUTE))
 LATE = [KINDS[kind] for kind in (TaskKind.SYNC, TaskKind.COPY, TaskKind.RECOMPUTE)]
-"""Kinds of tasks that may be late: one that is no pass but a pass waits for it: a gather, a copy, or a need (``second_runs``)."""
+"""Kinds of tasks that may be late: one that is no pass but a pass waits for it: a gather, a copy, or a need (``second_runs``). What is
+gathered or summed again may be, too."""
 NO_NEED = 1 << 62
 
 
@@ -174,7 +175,10 @@ class _Passes:
         run, as copies do. Else NO_NEED."""
         played, (task, other) = self._played, self._waits
         found = np.full(len(played.tile), NO_NEED)
-        late = (played.tile[other] == NONE) & np.isin(played.kind[other], LATE)
+        gathered = np.zeros(len(played.tile), np.bool_)
+        for own in (played.gathered, played.summed_again):
+            gathered[own[own != NONE]] = True
+        late = (played.tile[other] == NONE) & (np.isin(played.kind[other], LATE) | gathered[other])
         direct = late & (self._turn[task] != NONE)
         own = other[direct]
         np.minimum.at(found, own, 2 * self._turn[task[direct]] + (played.kind[own] == COPY))

@@ -24,15 +24,17 @@ class ReadUntil(NamedTuple):
 def read_until(plan: Plan, arrays: PlanArrays, spans: Spans, times: Derived) -> ReadUntil:
     """``ReadUntil`` of all holdings."""
     pieces, count = arrays.pieces, len(arrays.holdings.tile)
-    made_again = (arrays.holdings.sum < 0) & times.again[arrays.holdings.tile]
+    made_again = ((arrays.holdings.sum < 0) & times.again[arrays.holdings.tile]) | _summed_again(arrays, spans)
     linked = made_again[pieces.holding] & ~arrays.fetches.remote[pieces.fetch] & ~spans.light[arrays.holdings.tile[pieces.holding]]
     answered = _answered(arrays, spans, times)
     dropped = _dropped(plan, arrays, spans, times)[pieces.holding]
     over = np.maximum(_read(arrays, spans, times, linked), np.where(dropped, 0, answered))
-    first, second = most(pieces.holding, over, count, NEVER), np.zeros(count, np.int64)
+    gathered = _gathered(arrays, spans)
+    remade = made_again[pieces.holding] & dropped
+    first, second = most(pieces.holding, np.maximum(over, np.where(remade, 0, gathered)), count, NEVER), np.zeros(count, np.int64)
     if made_again.any():
         own = made_again[pieces.holding]
-        second = most(pieces.holding[own], answered[own], count, 0)
+        second = most(pieces.holding[own], np.maximum(answered, gathered)[own], count, 0)
         second = np.maximum(second, _read_again(arrays, spans, times, np.flatnonzero(linked)))
     return ReadUntil(first, second)
 
@@ -88,6 +90,20 @@ def _answered(arrays: PlanArrays, spans: Spans, times: Derived) -> Longs:
     return np.where((first == NEVER) | ~held.gradient[pieces.holding] | within | joined, 0, over)
 
 
+def _summed_again(arrays: PlanArrays, spans: Spans) -> Bools:
+    """By holding, whether it is a sum that is made a second time."""
+    again: Bools = np.append(spans.again_summed_start, NEVER)[arrays.holdings.sum] != NEVER
+    return again
+
+
+def _gathered(arrays: PlanArrays, spans: Spans) -> Longs:
+    """By piece: until when its holding is there to be gathered again, for other devices or its own; 0 if it is not."""
+    pieces, size = arrays.pieces, len(arrays.fetches.device)
+    end = np.append(spans.gathered_end, NEVER)[pieces.carrier]
+    end = np.where(pieces.carrier >= 0, end, NEVER)
+    return np.maximum(most(pieces.fetch, end, size, 0)[pieces.fetch], 0)
+
+
 def _dropped(plan: Plan, arrays: PlanArrays, spans: Spans, times: Derived) -> Bools:
     """By holding: whether it is gone between its last reader in the forward pass and its tile's second run
     (``plan.recomputation.dropped_holdings``)."""
@@ -99,5 +115,6 @@ def _dropped(plan: Plan, arrays: PlanArrays, spans: Spans, times: Derived) -> Bo
     once = (active & ~twice)[readers.tile] & ~arrays.fetches.remote[readers.fetch]
     kept = any_of(readers.fetch[once], len(arrays.fetches.device))[pieces.fetch]
     light = np.isin(arrays.tiles.operator[held.tile], list(plan.light_operators))
-    dropped: Bools = (held.sum < 0) & twice[held.tile] & ~light & ~any_of(pieces.holding[kept], len(held.tile))
+    dropped: Bools = _summed_again(arrays, spans)
+    dropped |= (held.sum < 0) & twice[held.tile] & ~light & ~any_of(pieces.holding[kept], len(held.tile))
     return dropped

@@ -39,6 +39,10 @@ def send_values(plan: Plan, arrays: PlanArrays, spans: Spans, times: Derived, le
     over = np.where(carriers.pattern[carrier] == MESSAGE, _told(arrays, spans, times, left)[carrier], over)
     size, copied = total(send, own.bytes, count), total(send, np.where(stays, 0, own.bytes), count)
     numbers = ledger.send(device, start, over, size, held=copied, copied=True)
+    again = np.flatnonzero(spans.gathered_start[carrier] != NEVER)
+    if len(again):
+        ends = ledger.arrived(device[again], spans.gathered_end[carrier[again]])
+        ledger.send(device[again], spans.gathered_start[carrier[again]], ends, size[again], copied=True)
     if plan.order is None:  # with micro-batches no value is counted to stay for what is sent of it; parts of one count as copies
         of = pieces.holding[own.piece[stays]]
         since = np.where(holdings.sum[of] < 0, gone.outputs[holdings.output[of]], np.append(gone.sums, NEVER)[times.holding_row[of]])

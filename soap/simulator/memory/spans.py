@@ -29,8 +29,10 @@ class Spans(NamedTuple):
     ``again``: its second run, from when ranks begin it, and ``again_work_end``: when that has computed;
     ``let_go``: when all has gone that it keeps, if its mark says so (``Marked.kept_until``). ``segment``: the first tile of its segment, in
     the order in which ranks run it. ``begun``: when that segment's backward pass begins. ``light``: whether it keeps its outputs though it
-    runs again. ``rows_start``, ``rows_end``: of each row of marks, by name. By carrier: ``brought``, ``returned``. By reduction:
-    ``summed``: when devices sum, and of a single device when its last tile runs; ``summed_back_start``: of the sum of gradients.
+    runs again. ``rows_start``, ``rows_end``: of each row of marks, by name. By carrier: ``brought``, ``returned``, ``gathered``: its
+    second time. By reduction:
+    ``summed``: when devices sum, and of a single device when its last tile runs; ``summed_back_start``: of the sum of gradients,
+    ``again_summed``: of the second time.
     ``named``: by name of a task of a synchronization or an update; ``ready``: when all that it waits for is over. ``end``: of the step.
     """
 
@@ -55,9 +57,13 @@ class Spans(NamedTuple):
     brought_end: Longs
     returned_start: Longs
     returned_end: Longs
+    gathered_start: Longs
+    gathered_end: Longs
     summed_start: Longs
     summed_end: Longs
     summed_back_start: Longs
+    again_summed_start: Longs
+    again_summed_end: Longs
     named: Mapping[str, Span]
     ready: Mapping[str, int]
 
@@ -83,6 +89,8 @@ def spans_of(run: Played, order: RankOrder, plan: Plan, arrays: PlanArrays) -> S
         "weights": np.where(unread, NONE, run.weights),
         "brought": run.brought,
         "returned": run.returned,
+        "gathered": run.gathered,
+        "again_summed": run.summed_again,
         "summed": np.where(run.summed == NONE, run.forward[_last_members(arrays.sums, run.end[run.forward])], run.summed),
     }
     return Spans(

@@ -78,23 +78,29 @@ class _Values:
         there as long as of any other. Returns when those of first runs have gone."""
         own, device = self._arrays.outputs, self._arrays.tiles.device
         used = np.where(own.keeps, self._times.left[own.tile], self._times.work_end[own.tile])
-        gone = np.zeros(0, np.int64)
+        gone, stays = np.zeros(0, np.int64), self._spans.light[own.tile]
+        stays[self._summands()[0]] = False  # nobody reads them but their sum
         for waits, (place, start, end) in zip(self._waits(read), self._lives(own.tile, used), strict=False):
             tile = own.tile[place]
-            over = np.maximum(np.where(self._spans.light[tile], used[place], end), waits[place])
+            over = np.maximum(np.where(stays[place], used[place], end), waits[place])
             self._hold(device[tile], start, over, own.bytes[place], MemoryKind.KEPT, late=True)
             gone = gone if len(gone) else over
         return gone
 
     def _waits(self, read: ReadUntil) -> tuple[Longs, Longs]:
         """Until when outputs wait for others, as first and as second runs make them. Partial results wait for their sum alone."""
-        held, sums, outputs = self._arrays.holdings, self._arrays.sums, self._arrays.outputs
+        held, outputs = self._arrays.holdings, self._arrays.outputs
         size, own = len(outputs.tile), held.output >= 0
         first, second = (most(held.output[own], np.maximum(until[own], 0), size, 0) for until in read)
-        summed = owners(sums.members)
-        output = np.searchsorted(outputs.tile, sums.member) + sums.output[summed]
-        first[output], second[output] = self._spans.summed_start[summed], 0
+        output, summed = self._summands()
+        first[output], second[output] = self._spans.summed_start[summed], np.maximum(0, self._spans.again_summed_start[summed])
         return first, second
+
+    def _summands(self) -> tuple[Longs, Longs]:
+        """(rows of ``Outputs`` with partial results, the sums of these)."""
+        sums, outputs = self._arrays.sums, self._arrays.outputs
+        summed = owners(sums.members)
+        return np.searchsorted(outputs.tile, sums.member) + sums.output[summed], summed
 
     def _kept(self) -> None:
         """Hold all that tiles keep but their outputs."""
@@ -171,9 +177,19 @@ class _Values:
         answered = fetches.gradient & any_of(readers.fetch[self._times.goes_back[readers.tile]], size)
         until = np.maximum(until, np.where(answered, self._times.taken, 0))
         own = np.flatnonzero(fetches.remote)
-        self._hold(fetches.device[own], begun[own], until[own], fetches.bytes[own], MemoryKind.KEPT, late=True)
+        again = least(pieces.fetch[there], spans.gathered_start[pieces.carrier[there]], size, NEVER)
+        twice = own[again[own] != NEVER]
+        first = np.where(again != NEVER, most(readers.fetch, spans.forward_end[readers.tile], size, 0), until)
+        self._hold(fetches.device[own], begun[own], first[own], fetches.bytes[own], MemoryKind.KEPT, late=True)
+        self._hold(fetches.device[twice], again[twice], until[twice], fetches.bytes[twice], MemoryKind.KEPT, late=True)
         joined, apart = least(readers.fetch, spans.forward_start[readers.tile], size, 0), np.flatnonzero(pieces.apart)
         fetch, start = pieces.fetch[apart], spans.brought_start[pieces.carrier[apart]]
+        self._hold(fetches.device[fetch], start, joined[fetch], pieces.bytes[apart], MemoryKind.BUFFERS, late=True)
+        back = np.flatnonzero(self._times.goes_back[readers.tile])
+        tile = readers.tile[back]
+        begun = np.where(self._times.again[tile], spans.again_start[tile], spans.begun[tile])
+        joined, apart = least(readers.fetch[back], begun, size, 0), apart[again[pieces.fetch[apart]] != NEVER]
+        fetch, start = pieces.fetch[apart], spans.gathered_start[pieces.carrier[apart]]
         self._hold(fetches.device[fetch], start, joined[fetch], pieces.bytes[apart], MemoryKind.BUFFERS, late=True)
         several = ~fetches.remote & (np.diff(fetches.pieces) > 1)
         reader = np.flatnonzero(several[readers.fetch])
@@ -189,6 +205,12 @@ class _Values:
         scattered = sums.scattered[own.sum]
         self._hold(own.device, start, over, own.bytes, MemoryKind.KEPT, early=~scattered, late=True, made=scattered)
         self._scattered(np.flatnonzero(scattered), start, done)
+        start, done = self._spans.again_summed_start[own.sum], self._spans.again_summed_end[own.sum]
+        again = np.flatnonzero(start != NEVER)
+        ends = most(self._arrays.holdings.sum[held := self._arrays.holdings.sum >= 0], read.second[held], len(sums.bytes), 0)
+        until, kinds = np.maximum(done, ends[own.sum])[again], {"early": ~scattered[again], "made": scattered[again]}
+        self._hold(own.device[again], start[again], until, own.bytes[again], MemoryKind.KEPT, late=True, **kinds)
+        self._scattered(again[scattered[again]], start, done)
         return over
 
     def _kept_sums(self, read: ReadUntil, played: Played, done: Longs) -> Longs:

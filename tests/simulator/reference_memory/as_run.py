@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
+from soap.plan.plan import AGAIN
 from soap.simulator.reference import execution_order, play
 from soap.simulator.tasks import Schedule, Task, TaskGraph, TaskKind
 from tests.simulator.reference_memory.running import RunOrder, run_order
@@ -146,5 +147,5 @@ class _Passes:
 
 
 def _may_be_late(task: Task) -> bool:
-    """Whether a task is a gather, a copy, or a need (``second_runs``), if a pass waits for it."""
-    return task.tile is None and task.kind in (TaskKind.SYNC, TaskKind.COPY, TaskKind.RECOMPUTE)
+    """Whether a task is a gather, a copy, a need (``second_runs``), or what is gathered or summed again, if a pass waits for it."""
+    return task.tile is None and (task.kind in (TaskKind.SYNC, TaskKind.COPY, TaskKind.RECOMPUTE) or task.name.endswith(AGAIN))

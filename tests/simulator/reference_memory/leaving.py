@@ -38,16 +38,25 @@ class Leaving:
             if part in self.spans.returned:  # known when the first of its gradients is added up
                 told = max(self.spans.returned[part][1], min(self.spans.wanted(holding)[0] for *_, holding in sent))
             self._send(parcels(plan, message.parts), start, told)
+            self._send_again(parcels(plan, message.parts), part)
         for exchange in plan.exchanges:
             span = self.spans.brought[exchange.parts[0]]
             if exchange.pattern is Pattern.BROADCAST:
                 self._send(parcels(plan, told_parts(exchange)), *span)
+                self._send_again(parcels(plan, told_parts(exchange)), exchange.parts[0])
                 continue
             by_source: dict[int, list[Parcel]] = {}
             for parcel in (*parcels(plan, exchange.parts), *given_to_itself(plan, exchange)):
                 by_source.setdefault(parcel.source, []).append(parcel)
             for source, own in by_source.items():
                 self._send(own, span[0], self.ledger.arrived(source, span[1]))
+                self._send_again(own, exchange.parts[0])
+
+    def _send_again(self, leaving: Sequence[Parcel], part: Part) -> None:
+        """What one device sends a second time with this part, if it is: it counts as copied."""
+        if (span := self.spans.gathered.get(part)) is not None:
+            source, size = leaving[0].source, sum(parcel.size_bytes for parcel in leaving)
+            self.ledger.send(source, span[0], self.ledger.arrived(source, span[1]), size, held=size, copied=True)
 
     def _send(self, leaving: Sequence[Parcel], start_ns: int, end_ns: int) -> None:
         """What one device sends at once, until ``end_ns`` or later sends: copies, and what leaves from where it lies."""

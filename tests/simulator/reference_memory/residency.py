@@ -19,11 +19,13 @@ Not counted are copies that a library may make of what it sums.
 
 from __future__ import annotations
 
+from functools import cached_property
+
 from soap.model.graph import TensorKind
 from soap.model.regions import Box, in_one_piece
 from soap.plan.delivery import box_bytes, partial_bytes
 from soap.plan.memory_kinds import MemoryKind
-from soap.plan.plan import Part, Pattern, Plan, ShardSync, update_name
+from soap.plan.plan import Part, Pattern, Plan, Reduction, ShardSync, update_name
 from soap.plan.syncs.amounts import COUNT_BYTES
 from soap.plan.syncs.bucketing import idle_shards, sums_of_one
 from soap.plan.syncs.seam import Hold, method_for
@@ -198,9 +200,10 @@ class _Values:
             if held.reduction is None:
                 own = spans.read_until.get(holding, 0), spans.read_again_until.get(holding, 0)
                 found[held.tile, held.tensor] = own
-        for reduction in plan.reductions:  # partial results wait for their sum alone
+        for number, reduction in enumerate(plan.reductions):  # partial results wait for their sum alone
             tensor = plan.graph.operators[reduction.operator].outputs[reduction.output].tensor
-            found.update(dict.fromkeys(((tile, tensor) for tile in reduction.tiles), (spans.summed_from(reduction)[0], 0)))
+            ends = spans.summed_from(reduction)[0], spans.summed_again.get(number, (0, 0))[0]
+            found.update(dict.fromkeys(((tile, tensor) for tile in reduction.tiles), ends))
         return found
 
     def _hold_made(self, number: int, tensor: str, size: int, waits: tuple[int, int]) -> None:
@@ -208,9 +211,16 @@ class _Values:
         run are there as long as of any other."""
         device, used = self.plan.tiles[number].device, self.spans.used(number, tensor)
         for (start, end), until in zip(self.spans.lives(number, used), waits, strict=False):
-            own = used if number in self.spans.recomputation.light else end
+            own = used if number in self.spans.recomputation.light and (number, tensor) not in self._summands else end
             self.hold(device, start, max(own, until), size, MemoryKind.KEPT, late=True)
             self.gone.setdefault((number, tensor), max(own, until))
+
+    @cached_property
+    def _summands(self) -> set[tuple[int, str]]:
+        """(tile, tensor) of partial results."""
+        graph = self.plan.graph
+        outputs = [(own.tiles, graph.operators[own.operator].outputs[own.output].tensor) for own in self.plan.reductions]
+        return {(tile, tensor) for tiles, tensor in outputs for tile in tiles}
 
     def assembled(self) -> None:
         """Regions of parameters that are assembled from several shards, or from rows."""
@@ -236,12 +246,21 @@ class _Values:
                 begun = min(start for start, _ in arrivals)
                 taken = self.spans.taken(number) if any(tile in self.spans.backward for tile, _ in fetch.consumers) else 0
                 until = max([*ends, taken if graph.tensors[fetch.tensor].requires_grad else 0])
-                self.hold(fetch.device, begun, until, size, MemoryKind.KEPT, late=True)
+                again = [own[0] for place in remote if (own := self.spans.gathered.get((number, place))) is not None]
+                first = max(self.spans.forward[tile][1] for tile, _ in fetch.consumers) if again else until
+                self.hold(fetch.device, begun, first, size, MemoryKind.KEPT, late=True)
+                if again:
+                    self.hold(fetch.device, min(again), until, size, MemoryKind.KEPT, late=True)
+                readers = [tile for tile, _ in fetch.consumers if tile in self.spans.backward]
+                begins = [self.spans.second[t][0] if t in self.spans.second else self.spans.back_at([t], 0) for t in readers]
                 joined = min(self.spans.forward[tile][0] for tile, _ in fetch.consumers)
                 for place, (start, _) in zip(remote, arrivals, strict=True):
                     if (number, place) in apart:
                         piece_bytes = box_bytes(plan, fetch.tensor, fetch.pieces[place].box)
                         self.hold(fetch.device, start, joined, piece_bytes, MemoryKind.BUFFERS, late=True)
+                        if again:
+                            start = self.spans.gathered[number, place][0]
+                            self.hold(fetch.device, start, min(begins, default=0), piece_bytes, MemoryKind.BUFFERS, late=True)
             elif len(fetch.pieces) > 1:
                 for (tile, _), until in zip(fetch.consumers, ends, strict=True):
                     for start, end in self.spans.lives(tile, until):
@@ -259,6 +278,10 @@ class _Values:
                 readers.add((summed, plan.holdings[holding].device))
         pairs = ((number, device) for number, reduction in enumerate(plan.reductions) for device in reduction.devices)
         left = LeftSums(tasks, schedule, self.spans, [pair for pair in pairs if pair not in readers])
+        again: dict[int, int] = {}
+        for holding, until in self.spans.read_again_until.items():
+            if (summed := plan.holdings[holding].reduction) is not None:
+                again[summed] = max(again.get(summed, 0), until)
         for number, reduction in enumerate(plan.reductions):
             start, done = self.spans.summed_from(reduction)
             boxes = reduction.cells or [reduction.box] * len(reduction.devices)
@@ -266,15 +289,24 @@ class _Values:
                 size = partial_bytes(plan, reduction, box)
                 read = (number, device) in readers
                 over = max(done, ends.get(number, done) if read else left.over(number, device, self._answered(number, device, done)))
-                scattered = bool(reduction.cells)
-                self.hold(device, start, over, size, MemoryKind.KEPT, early=not scattered, late=True, made=scattered)
                 self.gone[number, device] = over
-                if scattered:  # the own sum is added up of partial results; when these have gone, it is cut and sent
-                    total = partial_bytes(plan, reduction, reduction.box)
-                    self.hold(device, start, start, total, MemoryKind.BUFFERS, early=True, over=True)
-                    held = sent_of_sum(plan, reduction, device)
-                    self.ledger.send(device, start, self.ledger.arrived(device, done), total - size, held=held, made=True)
-                    self.hold(device, start, done, (len(boxes) - 1) * size, MemoryKind.BUFFERS, made=True)
+                lives = [(start, done, over)]
+                if number in self.spans.summed_again:
+                    begun, ended = self.spans.summed_again[number]
+                    lives.append((begun, ended, max(ended, again.get(number, 0))))
+                for life in lives:
+                    self._hold_sum(reduction, device, size, *life)
+
+    def _hold_sum(self, reduction: Reduction, device: int, size: int, start: int, done: int, over: int) -> None:
+        """Write down a sum, or a cell of ``size`` bytes, from when it is begun and ``done`` on."""
+        plan, scattered = self.plan, bool(reduction.cells)
+        self.hold(device, start, over, size, MemoryKind.KEPT, early=not scattered, late=True, made=scattered)
+        if scattered:  # the own sum is added up of partial results; when these have gone, it is cut and sent
+            total = partial_bytes(plan, reduction, reduction.box)
+            self.hold(device, start, start, total, MemoryKind.BUFFERS, early=True, over=True)
+            held = sent_of_sum(plan, reduction, device)
+            self.ledger.send(device, start, self.ledger.arrived(device, done), total - size, held=held, made=True)
+            self.hold(device, start, done, (len(reduction.cells) - 1) * size, MemoryKind.BUFFERS, made=True)
 
     def _answered(self, number: int, device: int, done_ns: int) -> int:
         """When the gradient of a sum that a device does not read arrives, or the sum is over if there is none."""

@@ -82,16 +82,37 @@ class RunOrder:
         makers: dict[int, set[int]] = {segment: set() for segment in own}
         for tile, linked in self.recomputation.links.items():
             makers[segment_of[tile]].update(segment_of[maker] for maker in linked)
+        for tile, linked in self._communicated_again().items():
+            makers.setdefault(segment_of[tile], set()).update(segment_of[maker] for maker in linked)
+        twice = {*own}
         done: set[int] = set()
-        for segment in own:
+        for segment in sorted(makers, key=turns.__getitem__):
             needed, todo = set[int](), [segment]
             while todo:
                 number = todo.pop()
                 if number not in needed | done:
                     needed.add(number)
                     todo.extend(makers[number])
-            yield from ((turns[segment], number) for number in needed)
+            yield from ((turns[segment], number) for number in needed if number in twice)
             done |= needed
+
+    def _communicated_again(self) -> dict[int, list[int]]:
+        """Tile with a backward pass -> the tiles whose second outputs it reads once these have been gathered or summed again."""
+        plan, found = self.plan, dict[int, list[int]]()
+        for fetch in plan.fetches:
+            held = [plan.holdings[piece.holding] for piece in fetch.pieces]
+            makers: list[int] = []
+            for own in held:
+                operator = plan.tiles[own.tile].operator
+                if own.reduction is not None and operator in plan.summed_again:
+                    makers += plan.reductions[own.reduction].tiles
+                elif operator in plan.gathered_again and any(other.device != fetch.device for other in held):
+                    again = own.tile in self.recomputation.tiles and own.tile not in self.recomputation.light
+                    makers += [own.tile] if again else []
+            for tile, _ in fetch.consumers if makers else ():
+                if tile in self.activity.tiles:
+                    found.setdefault(tile, []).extend(makers)
+        return found
 
 
 def run_order(plan: Plan, order: ExecutionOrder, *, single_tiles: bool = False) -> RunOrder:

@@ -9,7 +9,7 @@ from soap.model.graph import TensorKind
 from soap.plan.departures import Route, sending_pass
 from soap.plan.marks.offload import AWAY, BACK, NEED
 from soap.plan.marks.seam import NOTHING
-from soap.plan.plan import Exchange, Fetch, Message, Part, Reduction, exchange_name, message_name, reduce_name, tile_task_name
+from soap.plan.plan import AGAIN, Exchange, Fetch, Message, Part, Reduction, exchange_name, message_name, reduce_name, tile_task_name
 from soap.plan.recomputation import dropped_holdings, remade
 from soap.plan.syncs.seam import Uses
 from soap.simulator.memory.spans import unread_tiles
@@ -31,7 +31,8 @@ class TaskSpans:
     them together. ``unread``: tiles that make nothing, as nobody reads it; they have no backward task here. ``away``, ``back``: by tile, of
     the copies of what it keeps to its host, and back (from its need on, when ranks allot the memory). ``sizes``: by tile. ``named``: by
     task name. ``ready``: by name of a synchronization, when all that it waits for is over. ``brought``, ``returned``: by part, of the
-    transfer of the part and of its gradient. ``segment``: tile -> the first tile of its segment. ``begun``: first tile of a
+    transfer of the part and of its gradient; ``gathered``: of its second time; ``summed_again``: by reduction, of its second time.
+    ``segment``: tile -> the first tile of its segment. ``begun``: first tile of a
     segment -> start of its backward pass.
     """
 
@@ -68,10 +69,18 @@ class TaskSpans:
             self.begun[self.segment[tile]] = min(start, self.begun.get(self.segment[tile], start))
         self.brought: dict[Part, Span] = {}
         self.returned: dict[Part, Span] = {}
+        self.gathered: dict[Part, Span] = {}
         for carrier in self.carriers():
             self.brought.update(dict.fromkeys(carrier.parts, self.named[self._name(carrier, gradient=False)]))
             if (back := self.named.get(self._name(carrier, gradient=True))) is not None:
                 self.returned.update(dict.fromkeys(carrier.parts, back))
+            if (later := self.named.get(self._name(carrier, gradient=False) + AGAIN)) is not None:
+                self.gathered.update(dict.fromkeys(carrier.parts, later))
+        self.summed_again: dict[int, Span] = {}
+        for number, reduction in enumerate(self.plan.reductions):
+            later = self.named.get(reduce_name(self.plan.graph.operators[reduction.operator], reduction) + AGAIN)
+            if later is not None:
+                self.summed_again[number] = later
         self.second: dict[int, Span] = {}
         self.second_work: dict[int, Span] = {}
         for tile, start, work_end, end in self._second(again):
@@ -144,8 +153,14 @@ class TaskSpans:
             read = self._read(fetch, (number, place), [tile for tile, _ in fetch.consumers if tile not in linked])
             read = max([read, *(self.forward[tile][1] for tile in linked)])
             answered = 0 if holding in self.dropped else self._answered(number, holding)
-            found[holding] = max(found.get(holding, 0), read, answered)
+            gathered = 0 if holding in self.dropped else self._gathered(number)
+            found[holding] = max(found.get(holding, 0), read, answered, gathered)
         return found
+
+    def _gathered(self, number: int) -> int:
+        """Until when a fetch is gathered again; 0 if it is not."""
+        places = range(len(self.plan.fetches[number].pieces))
+        return max((self.gathered[number, place][1] for place in places if (number, place) in self.gathered), default=0)
 
     @cached_property
     def read_again_until(self) -> dict[int, int]:
@@ -153,17 +168,21 @@ class TaskSpans:
         found: dict[int, int] = {}
         for (number, place), holding in self._pieces():
             tile = self.plan.holdings[holding].tile
-            if tile in self.second and self.plan.holdings[holding].reduction is None:
+            summed = self.plan.holdings[holding].reduction
+            if summed in self.summed_again or (tile in self.second and summed is None):
                 linked = self._linked(number, holding)
                 apart = [reader for reader in linked if self.segment[reader] != self.segment[tile]]
                 read = self._read(self.plan.fetches[number], (number, place), apart, again=True)
                 here = [self.used(reader, self.plan.fetches[number].tensor) for reader in linked if reader not in apart]
-                found[holding] = max([found.get(holding, 0), read, self._answered(number, holding), *here])
+                others = self._answered(number, holding), self._gathered(number)
+                found[holding] = max([found.get(holding, 0), read, *others, *here])
         return found
 
     def _linked(self, number: int, holding: int) -> list[int]:
         """The tiles that read a holding for a fetch, and read it again as its tile's second run makes it."""
         held = self.plan.holdings[holding]
+        if held.reduction in self.summed_again:
+            return [tile for tile, _ in self.plan.fetches[number].consumers if tile in self.second]
         if held.reduction is not None or held.tile not in self.second or not remade(self.plan, number, self.recomputation.tiles):
             return []
         return [tile for tile, _ in self.plan.fetches[number].consumers if tile in self.second]
