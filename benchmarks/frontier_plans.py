@@ -160,7 +160,7 @@ SEQUENCE_PARALLEL = ("titan", "bridge", "nemo", "folding")
 """Sources whose trainers have sequence parallelism wherever they have tensor parallelism: torchtitan's ``apply_tp``, recipes of NeMo and of
 Megatron-Bridge, mixtures of experts of Megatron Core (its ``moe/README.md``: "sequence parallelism must be used")."""
 VIRTUAL = ("folding",)
-"""Sources that do not print virtual stages of trainers whose guide has them in each pipeline: of Megatron Core's mixtures (``moe/README.md``,
+"""Sources that print no virtual stages, of trainers whose guide has them in each pipeline: of Megatron Core's mixtures (``moe/README.md``,
 performance guide: as many as divide a stage's layers, empirically a value in the middle)."""
 
 

@@ -22,9 +22,10 @@ KERNELS: tuple[Kernels, ...] = ("eager", "compiled", "fused")
 
 FUSED = frozenset(
     {"linear", "scaled_dot_product_attention", "softmax", "layer_norm", "rms_norm", "cross_entropy_loss", "add", "mul", "dropout"}
+    | {"expert_mm", "expert_product"}
 )
 """Kinds of operators for whose calls there are hand-written kernels: activations with a bias or a gate before a product, rotary embeddings
-before attention, scaled masked softmax, norms, bias with dropout and addition, the loss."""
+before attention, scaled masked softmax, norms, bias with dropout and addition, the loss. Experts' grouped products as others."""
 
 
 def check_kernels(kernels: str) -> None:

@@ -83,7 +83,7 @@ def part_bytes(W: World, template: int, parameter: int, shard: int, place: int) 
         if part < count:
             own, part = (parts + 1, part) if part < more * (parts + 1) else (parts, part - more * (parts + 1))
             most = max(most, entries // own + (part % own < entries % own))
-        if most == longest or count == readers and more == entries % parts == 0:
+        if most == longest or (count == readers and more == entries % parts == 0):
             break
     return most * (D.bytes[shard] // (leading * entries))
 
