@@ -41,7 +41,8 @@ def joined(graph: OperatorGraph, kernels: Kernels) -> OperatorGraph:
         return graph
     operators = tuple(_joined(op) if kernels == "compiled" or op.kind in FUSED else op for op in graph.operators)
     own = replace(graph, operators=operators)
-    return replace(own, footprints=_Joined(graph, own))
+    known = _Joined(graph, own)
+    return replace(own, footprints=known, part_footprints=_JoinedParts(graph.part_footprints, known))
 
 
 def _joined(op: Operator) -> Operator:
@@ -69,6 +70,16 @@ class _Joined(Mapping[str, tuple[Footprint, ...]]):
     def __contains__(self, key: object) -> bool:
         return key in self._known
 
+    def part(self, name: str, own: Footprint) -> Footprint:
+        """The footprint of a tile that takes a sum of terms: it keeps the same share of what eager calls keep as the whole operator."""
+        if name not in self._changed or name not in self._known:
+            return own
+        before, after = self._known[name][0], self[name][0]
+        if before == after or not before.kept_bytes:
+            return own
+        kept, fixed = (-(-size * after.kept_bytes // before.kept_bytes) for size in (own.kept_bytes, own.fixed_bytes[0]))
+        return replace(own, kept_bytes=kept, keeps=own.keeps | (after.keeps - before.keeps), fixed_bytes=(fixed, *own.fixed_bytes[1:]))
+
     def _footprint(self, op: Operator, own: Footprint) -> Footprint:
         """Inputs in place of what eager calls keep of their own, beyond the group's edge, if that is no more."""
         tensors = [self._graph.tensors[operand.tensor] for operand in op.inputs]
@@ -78,3 +89,22 @@ class _Joined(Mapping[str, tuple[Footprint, ...]]):
             return own
         fixed = own.fixed_bytes
         return replace(own, kept_bytes=kept_bytes, keeps=own.keeps | more, fixed_bytes=(min(fixed[0], kept_bytes), *fixed[1:]))
+
+
+class _JoinedParts(Mapping[str, Mapping[tuple[int, ...], Footprint]]):
+    """Part footprints of a graph, changed as ``known`` are when they are asked for."""
+
+    def __init__(self, eager: Mapping[str, Mapping[tuple[int, ...], Footprint]], known: _Joined) -> None:
+        self._eager, self._known = eager, known
+
+    def __getitem__(self, key: str) -> Mapping[tuple[int, ...], Footprint]:
+        return {lengths: self._known.part(key, own) for lengths, own in self._eager[key].items()}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._eager)
+
+    def __len__(self) -> int:
+        return len(self._eager)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._eager
