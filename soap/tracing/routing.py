@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from soap.model.graph import DimMap
-from soap.tracing.calls import Call, Program, Ref, Value, argument, is_random, needed, renamed, with_argument
+from soap.tracing.calls import Call, Program, Ref, Target, Value, argument, is_random, needed, renamed, with_argument
 from soap.tracing.rules import tiled
 from soap.tracing.rules.experts import combine, dispatch, expert_mm, expert_product, expert_rows, hand_over
 
@@ -125,7 +125,8 @@ class _Routing:
         """The routed rows of a value."""
         if name not in self.routed:
             maker, value = self.makers.get(name), self.program.values[name]
-            target, source, own = dispatch, name, {"experts": self.experts, "unit": self.unit}
+            target: Target = dispatch
+            source, own = name, {"experts": self.experts, "unit": self.unit}
             by_ids = maker is not None and maker.kind == "index" and argument(maker, "indices") == [Ref(self.ids)]
             if maker is not None and by_ids and len(self.program.values[maker.operands[0]].shape) == 2:
                 target, source, own = expert_rows, maker.operands[0], {"unit": self.unit}
