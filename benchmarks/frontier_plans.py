@@ -116,6 +116,10 @@ def said(row: Row) -> Said:
             virtual = (row["model"]["layers"] + 2) // row["pp"]
         if schedule.startswith("ZB"):
             name = schedule.lower()
+        elif row.get("source") in VIRTUAL and row["virtual_stages"] is None:
+            virtual = middle_divisor(row["model"]["layers"] // row["pp"])
+            name = f"interleaved:{virtual}" if virtual > 1 else "1f1b"
+            assumed.append("virtual stages: the middle one of those that divide a stage's layers")
         elif schedule.startswith("interleaved") and virtual > 1:
             name = f"interleaved:{virtual}"
         elif schedule.startswith("interleaved"):
@@ -153,9 +157,18 @@ def said(row: Row) -> Said:
     return Said(tuple(lacking), tuple(assumed), dtype, float8, name, how, recompute, parts)
 
 
-SEQUENCE_PARALLEL = ("titan", "bridge", "nemo")
+SEQUENCE_PARALLEL = ("titan", "bridge", "nemo", "folding")
 """Sources whose trainers have sequence parallelism wherever they have tensor parallelism: torchtitan's ``apply_tp``, recipes of NeMo and of
-Megatron-Bridge."""
+Megatron-Bridge, mixtures of experts of Megatron Core (its ``moe/README.md``: "sequence parallelism must be used")."""
+VIRTUAL = ("folding",)
+"""Sources that print no virtual stages, of trainers whose guide has them in each pipeline: of Megatron Core's mixtures (``moe/README.md``,
+performance guide: as many as divide a stage's layers, empirically a value in the middle)."""
+
+
+def middle_divisor(number: int) -> int:
+    """The middle one of a number's divisors; the higher one of two."""
+    divisors = [own for own in range(1, number + 1) if number % own == 0]
+    return divisors[len(divisors) // 2]
 
 
 def _says_sequence(row: Row) -> bool:

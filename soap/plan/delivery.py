@@ -5,7 +5,8 @@ its readers stay the same.
 
 A collective is used only where it cannot be slower than messages, if every device has one port in each direction. An all-gather or
 all-to-all among n devices takes n-1 rounds on every port, just as messages do, but it is one call and no message waits behind another: it
-is used from three devices on. A broadcast along a tree takes ceil(log2 n) rounds, messages n-1. Halos between neighbours are messages.
+is used from three devices on. Those that send in an all-to-all need not be those that receive. A broadcast along a tree takes ceil(log2 n)
+rounds, messages n-1. Halos between neighbours are messages.
 
 Flows say who sends how many bytes to whom. A collective is a list of rounds, one after the other; the flows of a round run at once. In the
 backward pass each collective runs as its transpose.
@@ -242,7 +243,7 @@ class Carriers:
     def _all_to_alls(self, tensor: str, parts: Sequence[Part]) -> list[Part]:
         rest: list[Part] = []
         for own in self._components(parts):
-            if len(own) > SMALLEST_EXCHANGE and self._is_complete(own):
+            if len(own) > SMALLEST_EXCHANGE and self._each_gives_each(own):
                 self._add(Pattern.ALL_TO_ALL, tensor, sorted(own))
             else:
                 rest += own
@@ -286,20 +287,27 @@ class Carriers:
         members = len({device for pair in pairs for device in pair})
         return members >= SMALLEST_EXCHANGE and len(pairs) == members * (members - 1)
 
+    def _each_gives_each(self, parts: Sequence[Part]) -> bool:
+        """Whether at least three devices send, at least three receive, and each of the former sends something to each of the latter."""
+        pairs = {self._ends(part) for part in parts}
+        sources, targets = ({pair[end] for pair in pairs} for end in (0, 1))
+        enough = min(len(sources), len(targets)) >= SMALLEST_EXCHANGE
+        return enough and len(pairs) == len(sources) * len(targets) - len(sources & targets)
+
     def _all_get_the_same(self, parts: Sequence[Part]) -> bool:
         return len({frozenset(self._fetches[number].pieces) for number, _ in parts}) == 1
 
     def _components(self, parts: Sequence[Part]) -> list[list[Part]]:
-        """The parts in groups: parts that share a device, directly or through other parts, are together."""
-        groups: list[tuple[set[int], list[Part]]] = []
+        """The parts in groups: parts that share a source or a target, directly or through other parts, are together."""
+        groups: list[tuple[set[tuple[int, int]], list[Part]]] = []
         for part in parts:
-            devices, joined = set(self._ends(part)), [part]
+            ends, joined = set(enumerate(self._ends(part))), [part]
             apart = []
             for group in groups:
-                if group[0] & devices:
-                    devices |= group[0]
+                if group[0] & ends:
+                    ends |= group[0]
                     joined = group[1] + joined
                 else:
                     apart.append(group)
-            groups = [*apart, (devices, joined)]
+            groups = [*apart, (ends, joined)]
         return [joined for _, joined in groups]

@@ -8,9 +8,13 @@ like cards. So a parameter's place does not depend on how other parameters are s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import product
+
 from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
-from soap.model.regions import Box, balanced
+from soap.model.regions import Box, balanced, lengths
 
 
 def first_devices(topology: Topology) -> tuple[int, ...]:
@@ -57,6 +61,39 @@ def cut_rows(box: Box, partitions: int) -> list[Box]:
         return [box]
     (start, stop), *rest = box
     return [((start + first, start + last), *rest) for first, last in balanced(stop - start, min(partitions, stop - start))]
+
+
+@lru_cache(1024)
+def reader_parts(box: Box, readers: int) -> tuple[Box, ...]:
+    """A region cut into a part for each of so many readers, or one for each element if these are fewer. Each part is one piece of the
+    region's memory: if dimension 0 has too few entries, as of a single expert's matrix, parts lie inside of them, along the next one."""
+    if not box:
+        return (box,)
+    sizes = lengths(box)
+    leading, entries, along = cut_place(sizes, readers)
+    (start, _), rest, found = box[along], box[along + 1 :], list[Box]()
+    outer = product(*(range(first, last) for first, last in box[:along]))
+    for place, (first, last) in zip(outer, balanced(min(readers, leading * entries), leading), strict=True):
+        head = tuple([(at, at + 1) for at in place])
+        found += [(*head, (start + a, start + b), *rest) for a, b in balanced(entries, last - first)]
+    return tuple(found)
+
+
+def cut_place(sizes: Sequence[int], parts: int) -> tuple[int, int, int]:
+    """(leading, entries, along): a region of these sizes is cut into so many parts along dimension ``along``, of so many entries; those
+    before it have ``leading`` together, fewer than the parts."""
+    leading = 1
+    for along, size in enumerate(sizes[:-1]):
+        if leading * size >= parts:
+            return leading, size, along
+        leading *= size
+    return leading, sizes[-1] if sizes else 1, max(0, len(sizes) - 1)
+
+
+def are_even(box: Box, readers: int) -> bool:
+    """Whether the parts of all readers have as many elements."""
+    leading, entries, _ = cut_place(lengths(box), readers)
+    return not leading or (readers % leading == 0 and entries % (readers // leading) == 0)
 
 
 def owner_of(first: int, cell: int, part: int, owners: int) -> int:

@@ -29,7 +29,7 @@ itself in F. The proof is by induction on the ready time.
   have from the same stages, schedule and barriers, and inside an action from the places of tiles in their operator: those of one copy come
   micro-batch by micro-batch, in the same order as in F.
 
-If rows of what is owned in parts do not divide evenly among readers, copy 1 owns a row more of some regions than others do. Then it may
+If what is owned in parts does not divide evenly among readers, copy 1 owns more of some regions than others do, by a row or so. Then it may
 hold more than they, by that, and update and communicate longer: the folding is no longer *exact*, but says no less than the whole.
 
 Common sums of activations are never reduce-scatters: at least half of the devices would want the same cell, or nothing. Buckets hold the
@@ -52,6 +52,7 @@ from soap.model.graph import OperatorGraph
 from soap.plan.compression.training import PLAIN, PlannedTraining
 from soap.plan.copies import LEFT, Copies, UnfoldableError, candidates, find_copies
 from soap.plan.marks.seam import marked
+from soap.plan.placement import are_even
 from soap.plan.plan import Plan
 from soap.plan.planning import PlanBuilder
 from soap.plan.syncs.amounts import Group
@@ -321,7 +322,7 @@ class _Folding:
         between = np.zeros(len(small.links), bool)
         represented = alike >= 0
         np.logical_or.at(between, alike[represented], self._between[represented])
-        exact = not any(not box or (box[0][1] - box[0][0]) % len(self._represented.everyone(readers)) for box, readers in owned)
+        exact = all(are_even(box, len(self._represented.everyone(readers))) for box, readers in owned)
         communication = FoldedCommunication(small, common, tuple(every), self._represented)
         return Folding(self.graph, self.topology, self.copies, small, builder, exact, communication, local, alike, between, possible)
 

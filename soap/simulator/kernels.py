@@ -21,7 +21,6 @@ from dataclasses import replace
 from soap.errors import ProfileError
 from soap.model.dtypes import is_differentiable
 from soap.model.graph import Footprint, Operator, OperatorGraph
-from soap.simulator.memory.footprint import Use, tile_bytes
 from soap.strategy.recomputation import PRODUCTS
 
 Kernels = str
@@ -31,9 +30,10 @@ OVERLAP, FLASH2 = ADDED = ("overlap", "flash2")
 
 FUSED = frozenset(
     {"linear", "scaled_dot_product_attention", "softmax", "layer_norm", "rms_norm", "cross_entropy_loss", "add", "mul", "dropout"}
+    | {"expert_mm", "expert_product"}
 )
 """Kinds of operators for whose calls there are hand-written kernels: activations with a bias or a gate before a product, rotary embeddings
-before attention, scaled masked softmax, norms, bias with dropout and addition, the loss."""
+before attention, scaled masked softmax, norms, bias with dropout and addition, the loss. Experts' grouped products as others."""
 
 
 def check_kernels(kernels: str) -> None:
@@ -49,8 +49,8 @@ def joined(graph: OperatorGraph, kernels: Kernels) -> OperatorGraph:
     own, (kind, *added) = graph, kernels.split("+")
     if kind != "eager":
         own = replace(graph, operators=tuple(_joined(op) if kind == "compiled" or op.kind in FUSED else op for op in graph.operators))
-        own = replace(own, footprints=_Joined(graph, own))
-        own = replace(own, part_footprints=_JoinedParts(graph, own))
+        known = _Joined(graph, own)
+        own = replace(own, footprints=known, part_footprints=_JoinedParts(graph.part_footprints, known))
     if OVERLAP not in added:
         return own
     return replace(own, operators=tuple(replace(op, overlaps=True) if op.kind in PRODUCTS else op for op in own.operators))
@@ -59,32 +59,6 @@ def joined(graph: OperatorGraph, kernels: Kernels) -> OperatorGraph:
 def _joined(op: Operator) -> Operator:
     launches = min(len(op.calls) - op.views, 2 if op.kind in PRODUCTS else 1)
     return replace(op, fused_bytes=op.fused_bytes + op.joined_bytes, joined_bytes=0, views=len(op.calls) - launches)
-
-
-class _JoinedParts(Mapping[str, Mapping[tuple[int, ...], Footprint]]):
-    """Footprints of tiles that make parts of sums: of joined operators they keep no more than other tiles do."""
-
-    def __init__(self, eager: OperatorGraph, own: OperatorGraph) -> None:
-        self._known, self._graph = eager.part_footprints, own
-        self._changed = {op.name: op for op, before in zip(own.operators, eager.operators, strict=True) if op is not before}
-
-    def __getitem__(self, key: str) -> Mapping[tuple[int, ...], Footprint]:
-        found, op, usual = self._known[key], self._changed.get(key), self._graph.footprints.get(key)
-        if op is None or usual is None:
-            return found
-        return {lengths: self._footprint(op, usual, lengths, own) for lengths, own in found.items()}
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._known)
-
-    def __len__(self) -> int:
-        return len(self._known)
-
-    def _footprint(self, op: Operator, usual: tuple[Footprint, ...], lengths: tuple[int, ...], own: Footprint) -> Footprint:
-        kept_bytes = tile_bytes(op, usual, tuple([(0, length) for length in lengths]), Use.KEPT)
-        if kept_bytes >= own.kept_bytes:
-            return own
-        return replace(own, kept_bytes=kept_bytes, keeps=own.keeps | usual[0].keeps)
 
 
 class _Joined(Mapping[str, tuple[Footprint, ...]]):
@@ -107,6 +81,16 @@ class _Joined(Mapping[str, tuple[Footprint, ...]]):
     def __contains__(self, key: object) -> bool:
         return key in self._known
 
+    def part(self, name: str, own: Footprint) -> Footprint:
+        """The footprint of a tile that takes a sum of terms: it keeps the same share of what eager calls keep as the whole operator."""
+        if name not in self._changed or name not in self._known:
+            return own
+        before, after = self._known[name][0], self[name][0]
+        if before == after or not before.kept_bytes:
+            return own
+        kept, fixed = (-(-size * after.kept_bytes // before.kept_bytes) for size in (own.kept_bytes, own.fixed_bytes[0]))
+        return replace(own, kept_bytes=kept, keeps=own.keeps | (after.keeps - before.keeps), fixed_bytes=(fixed, *own.fixed_bytes[1:]))
+
     def _footprint(self, op: Operator, own: Footprint) -> Footprint:
         """Inputs in place of what eager calls keep of their own, beyond the group's edge, if that is no more."""
         tensors = [self._graph.tensors[operand.tensor] for operand in op.inputs]
@@ -116,3 +100,22 @@ class _Joined(Mapping[str, tuple[Footprint, ...]]):
             return own
         fixed = own.fixed_bytes
         return replace(own, kept_bytes=kept_bytes, keeps=own.keeps | more, fixed_bytes=(min(fixed[0], kept_bytes), *fixed[1:]))
+
+
+class _JoinedParts(Mapping[str, Mapping[tuple[int, ...], Footprint]]):
+    """Part footprints of a graph, changed as ``known`` are when they are asked for."""
+
+    def __init__(self, eager: Mapping[str, Mapping[tuple[int, ...], Footprint]], known: _Joined) -> None:
+        self._eager, self._known = eager, known
+
+    def __getitem__(self, key: str) -> Mapping[tuple[int, ...], Footprint]:
+        return {lengths: self._known.part(key, own) for lengths, own in self._eager[key].items()}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._eager)
+
+    def __len__(self) -> int:
+        return len(self._eager)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._eager

@@ -86,6 +86,23 @@ def grouped(
     return OpConfig(tuple(degrees), devices, prod(replicas))
 
 
+def spread(op: Operator, order: Sequence[int], factor: int | None, parts: int, width: int) -> OpConfig:
+    """``factor`` split over ``parts`` sets of ``width`` neighbouring devices in each group of these, and samples over all sets of the same
+    part, in each of which devices have a share. Without a factor, or with too few samples, only samples are split."""
+    sample, shares = sample_factor(op), len(order) // parts
+    if sample is None or factor is None or op.factors[sample].size < shares:
+        return grouped(op, order, 1)
+    degrees = [1] * len(op.factors)
+    degrees[sample], degrees[factor] = shares, parts
+    return OpConfig(tuple(degrees), _spread_devices(tuple(order), tuple(degrees), sample, factor, width))
+
+
+@lru_cache(256)
+def _spread_devices(order: tuple[int, ...], degrees: tuple[int, ...], sample: int, factor: int, width: int) -> tuple[int, ...]:
+    places = ((*divmod(cell[sample], width), cell[factor]) for cell in product(*map(range, degrees)))
+    return tuple([order[(group * degrees[factor] + part) * width + share] for group, share, part in places])
+
+
 def shared(op: Operator, order: Sequence[int], samples: int) -> OpConfig:
     """Data parallelism of an operator that has a sample factor. ``samples``: the factor's size in the smallest micro-batch; if devices are
     more, it is divided among as many equal groups of neighbours as can be, which do the same: what follows finds its inputs there."""

@@ -22,7 +22,7 @@ from soap.errors import StrategyError
 from soap.model.batch import MicroBatches, sample_factor
 from soap.model.graph import FactorKind, Operand, Operator, OperatorGraph, TensorKind
 from soap.strategy.config import OpConfig, Strategy, settled
-from soap.strategy.grids import device_order, fill, grouped, shared, tensor_parallel_width
+from soap.strategy.grids import device_order, fill, grouped, shared, spread, tensor_parallel_width
 from soap.strategy.stages import stages_of
 from soap.strategy.tensor_parallel_chains import Chain, dense, expert_factor, find_chains, table
 
@@ -237,7 +237,11 @@ class _Placement:
                 self._chosen[i] = grouped(op, self._orders[i], each, inner, periods, (factor, own.parallel))
         for i, op in enumerate(graph.operators) if of_experts else ():
             read, made = ({operand.tensor for operand in own} & graph.routed.keys() for own in (op.inputs, op.outputs))
-            if i not in of_experts and (read or made):  # each device sends rows of its own samples, and brings them back
+            if i in of_experts or not (read or made):
+                continue
+            if read and made:  # handed over: each device of a group has a part of the rows of its experts
+                self._chosen[i] = spread(op, self._orders[i], op.outputs[0].dims[0].factor, *own)
+            else:  # each device sends rows of its own samples, and brings them back
                 self._chosen[i] = grouped(op, self._orders[i], 1)
                 self._gathered.update([] if made else [i])
 

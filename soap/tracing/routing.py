@@ -16,7 +16,7 @@ import torch
 from soap.model.graph import DimMap
 from soap.tracing.calls import Call, Program, Ref, Target, Value, argument, is_random, needed, renamed, with_argument
 from soap.tracing.rules import tiled
-from soap.tracing.rules.experts import combine, dispatch, expert_mm, expert_product, expert_rows
+from soap.tracing.rules.experts import combine, dispatch, expert_mm, expert_product, expert_rows, hand_over
 
 _ALONG = {"slice", "select", "softmax", "glu", "sum", "mean"}
 """Calls that treat rows alike, along the dimension ``dim`` of each."""
@@ -68,7 +68,7 @@ class _Routing:
             self.calls.append(replace(made, name=f"{call.name}:routed", outputs=tuple(self.routed[name] for name in call.outputs)))
             for name in call.outputs:
                 if name in read:
-                    given = (Ref(self.routed[name]), Ref(self.ids))
+                    given = (Ref(self._handed_over(self.routed[name], call.path)), Ref(self.ids))
                     self.calls.append(Call(name, combine, given, {"unit": self.unit}, (name,), call.path, call.origin))
         program.calls = needed(self.calls, {program.loss, *program.kept})
 
@@ -130,10 +130,18 @@ class _Routing:
             by_ids = maker is not None and maker.kind == "index" and argument(maker, "indices") == [Ref(self.ids)]
             if maker is not None and by_ids and len(self.program.values[maker.operands[0]].shape) == 2:
                 target, source, own = expert_rows, maker.operands[0], {"unit": self.unit}
-            self.routed[name] = out = f"{name}:routed"
+            out = f"{name}:routed"
             self._note(out, (self.experts, self.rows // self.experts, *value.shape[1:]), value.dtype)
             self.calls.append(Call(out, target, (Ref(source), Ref(self.ids)), own, (out,), path))
+            self.routed[name] = self._handed_over(out, path) if target is dispatch else out
         return self.routed[name]
+
+    def _handed_over(self, name: str, path: str) -> str:
+        """Routed rows between the devices that have their samples and those that have their experts."""
+        out, value = f"{name}:handed", self.program.values[name]
+        self._note(out, value.shape, value.dtype)
+        self.calls.append(Call(out, hand_over, (Ref(name), Ref(self.ids)), {"unit": self.unit}, (out,), path))
+        return out
 
     def _note(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self.program.values[name] = Value(name, shape, dtype, self.ids)

@@ -5,8 +5,12 @@ from __future__ import annotations
 from soap.model.graph import OperatorGraph
 from soap.plan.plan import Exchange, Message, Pattern, Plan
 from soap.plan.planning import build_plan
+from soap.profiles.roofline import RooflineCosts
+from soap.simulator.engine import Engine
+from soap.simulator.shared import Shared
 from soap.strategy.config import OpConfig
 from tests.graph_builder import GraphBuilder
+from tests.simulator.compiled.test_engine import check
 from tests.simulator.examples import chain, finish, on, pairwise_cluster, stencil, strategy
 
 FOUR = pairwise_cluster(2, 2)
@@ -47,6 +51,18 @@ def test_rows_to_columns_is_an_all_to_all() -> None:
     assert (exchange.pattern, exchange.devices, len(exchange.parts)) == (Pattern.ALL_TO_ALL, (0, 1, 2), 6)
     two = planned(graph, l1=on(0, 1, degrees=(2, 1, 1)), e=on(0, 1, degrees=(1, 2)), loss=LOSS)
     assert exchanges(two, "l1") == [] and len(messages(two, "l1")) == 2
+
+
+def test_an_all_to_all_may_have_others_that_receive_than_that_send() -> None:
+    g = GraphBuilder()
+    graph = finish(g, g.elementwise(g.linear(g.input("x", 7, 3), 9, bias=False, name="l1"), name="e"))
+    configs = {"l1": on(0, 1, 2, degrees=(3, 1, 1)), "e": on(3, 1, 2, degrees=(1, 3)), "loss": LOSS}
+    plan = planned(graph, **configs)
+    (exchange,) = exchanges(plan, "l1")
+    assert (exchange.pattern, exchange.devices, len(exchange.parts)) == (Pattern.ALL_TO_ALL, (0, 1, 2, 3), 7) and not messages(plan, "l1")
+    fewer = planned(graph, **configs | {"e": on(3, 1, degrees=(1, 2))})  # two that receive
+    assert exchanges(fewer, "l1") == [] and len(messages(fewer, "l1")) == 5
+    check(Engine(Shared(graph, FOUR, costs := RooflineCosts(FOUR))), costs, strategy(**configs))
 
 
 def test_one_piece_to_three_others_is_a_broadcast_and_to_two_are_messages() -> None:

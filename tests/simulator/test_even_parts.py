@@ -35,16 +35,17 @@ def collectives(plan: Plan) -> list[Collective]:
 
 
 @pytest.mark.parametrize(
-    ("rows", "part", "owned"), [(8, 2, [2, 2, 2, 2]), (9, 3, [3, 2, 2, 2]), (3, 1, [1, 1, 1, 0]), (1, 1, [1, 0, 0, 0])]
+    ("rows", "width", "owned"),
+    [(8, 16, [32, 32, 32, 32]), (9, 16, [48, 32, 32, 32]), (3, 16, [16, 16, 8, 8]), (1, 16, [4, 4, 4, 4]), (3, 1, [1, 1, 1, 0])],
 )
-def test_parts_are_padded_to_the_largest(rows: int, part: int, owned: list[int]) -> None:
-    """Readers that own nothing take part as well."""
+def test_parts_are_padded_to_the_largest(rows: int, width: int, owned: list[int]) -> None:
+    """``owned``: elements. Readers that own nothing take part as well."""
     g = GraphBuilder()
-    graph = g.build(g.mean(g.linear(g.input("x", 8, 16), rows, bias=False, name="l")))
+    graph = g.build(g.mean(g.linear(g.input("x", 8, width), rows, bias=False, name="l")))
     plan = build_plan(graph, fsdp(graph, FOUR), FOUR)
     (sync,) = plan.syncs
-    assert sorted((owned_bytes(plan, sync).get(device, 0) for device in range(4)), reverse=True) == [16 * 4 * count for count in owned]
-    assert (part_bytes(plan, sync), room_bytes(plan, sync)) == (16 * 4 * part, 4 * 16 * 4 * part)
+    assert sorted((owned_bytes(plan, sync).get(device, 0) for device in range(4)), reverse=True) == [4 * count for count in owned]
+    assert (part_bytes(plan, sync), room_bytes(plan, sync)) == (4 * owned[0], 4 * 4 * owned[0])
     assert bucket_bytes(plan, sync) == room_bytes(plan, sync)
     assert [one.kind for one in collectives(plan)] == ["all_gather", "all_gather", "reduce_scatter"]
     for one in collectives(plan):

@@ -65,6 +65,8 @@ def test_a_gate_before_a_product_is_one_kernel(kernels: Any) -> None:
     kept, kept_then = (graph.footprints["down"][0] for graph in (eager, own))
     assert (kept.kept_bytes, kept_then.kept_bytes) == (2 * SIZE, SIZE)
     assert kept_then.keeps == kept.keeps and eager.hash == own.hash
+    parts, parts_then = (graph.part_footprints["down"] for graph in (eager, own))
+    assert [part.kept_bytes for part in parts_then.values()] == [-(-part.kept_bytes // 2) for part in parts.values()] != []
 
 
 def test_a_chain_without_a_product_reads_and_writes_its_ends_once() -> None:

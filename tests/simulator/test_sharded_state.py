@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from math import prod
 from unittest.mock import patch
 
-from soap.plan.placement import first_readers
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from soap.plan.placement import are_even, first_readers, reader_parts
 from soap.plan.plan import Plan, update_name
 from soap.plan.syncs.amounts import COUNT_BYTES
 from soap.plan.syncs.seam import method_for
@@ -46,13 +51,29 @@ def test_rows_are_dealt_out_like_cards() -> None:
     assert max(owned(plan)) - min(owned(plan)) <= 28
 
 
-def test_a_region_has_no_more_parts_than_rows() -> None:
+def test_where_rows_are_fewer_than_readers_they_are_cut() -> None:
     graph = chain(8, 2, 3)
     strategy = batch_split(graph, range(4)).with_parameter("l1.weight", SHARDED_STATE)
     plan = build_plan(graph, strategy, FOUR)
-    assert [(shard.box[0], len(shard.devices)) for shard in plan.shards] == [((0, 1), 1), ((1, 2), 1), ((2, 3), 1)]
+    assert [shard.box for shard in plan.shards] == [((0, 1), (0, 1)), ((0, 1), (1, 2)), ((1, 2), (0, 2)), ((2, 3), (0, 2))]
     (sync,) = plan.syncs
-    assert sync.readers == (0, 1, 2, 3) and len({*plan.owners(sync)}) == 3
+    assert sync.readers == (0, 1, 2, 3) == tuple(sorted(plan.owners(sync)))
+
+
+@given(st.lists(st.integers(1, 5), max_size=3), st.integers(0, 3), st.integers(1, 40))
+def test_parts_of_readers_follow_each_other_in_memory(sizes: list[int], first: int, readers: int) -> None:
+    box = tuple((first, first + size) for size in sizes)
+    parts = reader_parts(box, readers)
+    numbers = np.arange(prod(sizes)).reshape(sizes)
+    found = [numbers[tuple(slice(a - first, b - first) for a, b in part)].ravel().tolist() for part in parts]
+    assert [number for own in found for number in own] == list(range(prod(sizes))) and len(parts) == min(readers, prod(sizes))
+    assert are_even(box, readers) == (len(parts) == readers and len({len(own) for own in found}) == 1)
+
+
+def test_an_experts_matrix_is_shared_evenly() -> None:
+    """One row of dimension 0 among readers: padded to it, parts would take as many times the bytes as there are readers."""
+    assert reader_parts(((3, 4), (0, 6), (0, 5)), 3) == tuple(((3, 4), (a, a + 2), (0, 5)) for a in (0, 2, 4))
+    assert reader_parts(((2, 4), (0, 6), (0, 5)), 4) == tuple(((e, e + 1), (a, a + 3), (0, 5)) for e in (2, 3) for a in (0, 3))
 
 
 def test_scatter_and_gather_move_half_of_an_all_reduce_each() -> None:

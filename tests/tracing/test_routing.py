@@ -85,6 +85,9 @@ def test_experts_have_a_mapping_of_their_own() -> None:
                 degrees = dict(zip([factor.name for factor in op.factors], strategy.operators[op.name].degrees, strict=True))
                 assert (degrees["e"], max(degrees["n"], degrees["k"])) == (experts, columns)
                 assert degrees["s"] == 4 // (experts * columns) and strategy.operators[op.name].replicas == 1
+    plan = build_plan(graph, named("megatron:2+experts:2x2", graph, topology), topology)
+    scattered = [own for own in plan.reductions if graph.operators[own.operator].kind == "expert_product"]
+    assert [(len(own.devices), len(own.cells)) for own in scattered] == [(2, 2)] * 2  # each sends a half of its experts' rows back
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from tests.tracing.drawing import DRAWS, Draw, Drawn, in_the_plane
 from tests.tracing.tile_check import Problem, check, follows, kept_bytes, linear, problem, splits
 
 SEEDS = range({"quick": 2, "test": 2, "all": 14}[CHOSEN])
-BY_DATA = {"soap.combine", "soap.dispatch", "soap.expert_product", "soap.expert_rows"}
+BY_DATA = {"soap.combine", "soap.dispatch", "soap.expert_product", "soap.expert_rows", "soap.hand_over"}
 """Rules of routed rows, of which there are as many as experts were chosen for: ``test_routing``."""
 FIXED = sorted({*registered()} - BY_DATA)
 NEVER_SPLIT = {"aten.max.default", "aten.min.default", "soap.keep_state", "soap.next_state"}

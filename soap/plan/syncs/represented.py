@@ -1,7 +1,7 @@
 """What readers own in parts, in a plan of two of many equal copies (``soap.plan.copies``): the parts that the whole cluster's readers have.
 
 In such a plan each reader stands for others: copy 1's for the corresponding devices of all copies but the first. A region is cut for all of
-them, and the readers that are there own what they own in the whole plan; the other parts have no owner. Where rows do not divide evenly,
+them, and the readers that are there own what they own in the whole plan; the other parts have no owner. If it does not divide evenly,
 copy 1's reader owns the largest part of those for which it stands.
 """
 
@@ -12,7 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from soap.model.regions import Box
+from soap.model.regions import Box, volume
+from soap.plan.placement import reader_parts
 
 Ints = NDArray[np.int64]
 Owned = tuple[Box, tuple[int, ...]]
@@ -51,27 +52,27 @@ class Represented:
         return found
 
     def parts(self, box: Box, first: int, readers: Sequence[int]) -> list[Owned]:
-        """The parts of a region, in row order, of which everyone owns one; those without an owner that lie side by side are one.
+        """The parts of a region, in the order of memory, of which everyone owns one; those without an owner that lie side by side are one.
         ``first``: the place among all readers, modulo their number, of who owns the first part (``placement``)."""
         places = self.places(readers)
         count = sum(map(len, places))
-        rows = box[0][1] - box[0][0] if box else 1
-        least, longer = divmod(rows, count)
-        owners: list[tuple[int, int]] = []
+        boxes = reader_parts(box, count)
+        owner: dict[int, int] = {}
         for reader, mine in zip(readers, places, strict=True):
-            parts = (mine - first) % count
-            long = parts[parts < longer]
-            owners.append((int(long[0] if long.size else parts[0]), reader))
-        if not box:
-            return [(box, next(((reader,) for part, reader in owners if part < longer), ()))]
+            parts = [part for part in ((mine - first) % count).tolist() if part < len(boxes)]
+            if parts:
+                owner[max(parts, key=lambda part: volume(boxes[part]))] = reader
         found: list[Owned] = []
-        (start, stop), *rest = box
-        at = start
-        for part, reader in sorted(owners):
-            begin = start + part * least + min(part, longer)
-            end = begin + least + (part < longer)
-            if end > begin:
-                found += [(((at, begin), *rest), ())] if begin > at else []
-                found.append((((begin, end), *rest), (reader,)))
-                at = end
-        return found + ([(((at, stop), *rest), ())] if stop > at else [])
+        for part, own in enumerate(boxes):
+            before, devices = found[-1] if found else ((), (-1,))
+            if part not in owner and not devices and _lie_in_line(before, own):
+                found[-1] = (tuple([(a, b) for (a, _), (_, b) in zip(before, own, strict=True)]), ())
+            else:
+                found.append((own, (owner[part],) if part in owner else ()))
+        return found
+
+
+def _lie_in_line(one: Box, other: Box) -> bool:
+    """Whether the second box begins where the first one ends, along the only dimension in which they differ."""
+    differing = [(a, b) for a, b in zip(one, other, strict=True) if a != b]
+    return len(differing) == 1 and differing[0][0][1] == differing[0][1][0]

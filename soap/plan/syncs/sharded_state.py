@@ -17,7 +17,7 @@ from itertools import product
 from soap.model.regions import Box
 from soap.plan.delivery import box_bytes
 from soap.plan.memory_kinds import MemoryKind
-from soap.plan.placement import cut_rows
+from soap.plan.placement import reader_parts
 from soap.plan.plan import Plan, ShardSync, sync_name, update_name
 from soap.plan.syncs.amounts import Group
 from soap.plan.syncs.bucketing import gradient_bytes, shard_bytes
@@ -30,7 +30,7 @@ from soap.strategy.sync_contracts import named
 
 
 class ShardedState(SyncMethod):
-    """Cuts a region by rows into as many parts as it has readers, or rows if these are fewer. Every reader keeps the whole region."""
+    """Cuts a region into as many parts as it has readers, by rows as long as there are enough. Every reader keeps the whole region."""
 
     def serves_region(self, readers: Sequence[int], peers: Collection[int], sync: SyncConfig) -> bool:
         """Only regions with several readers, with ``within="host"`` on one host at least: one reader alone owns everything anyway."""
@@ -48,7 +48,7 @@ class ShardedState(SyncMethod):
             return places.represented.parts(box, places.first_reader[parameter] + region, readers)
         groups = sharing_groups(readers, leaders)
         found = []
-        for number, part in enumerate(cut_rows(box, len(groups[0]))):
+        for number, part in enumerate(reader_parts(box, len(groups[0]))):
             found.append((part, tuple(sorted(places.reader(parameter, region, number, group) for group in groups))))
         return found
 

@@ -87,21 +87,43 @@ def _is_complete(S, pieces):  # type: ignore[no-untyped-def]
         for device in (S.h_dev[S.p_hold[piece]], S.f_dev[S.p_fetch[piece]]):
             if S.mark[device] != S.count[STAMP]:
                 S.mark[device] = S.count[STAMP]
-                S.mark_value[device] = members
                 members += 1
-    if members < 3 or len(pieces) < members * (members - 1):
-        return False
-    pairs = 0
-    mask = len(S.hash_key) - 1
+    return members >= 3 and len(pieces) >= members * (members - 1) and _pairs(S, pieces) == members * (members - 1)
+
+
+@compiled
+def _each_gives_each(S, pieces, devices):  # type: ignore[no-untyped-def]
+    """Whether at least three devices send, at least three receive, and each of the former sends something to each of the latter."""
+    S.count[STAMP] += 1
+    sources, targets, both = 0, 0, 0
     for piece in pieces:
-        key = S.mark_value[S.h_dev[S.p_hold[piece]]] * members + S.mark_value[S.f_dev[S.p_fetch[piece]]]
+        source, target = S.h_dev[S.p_hold[piece]], S.f_dev[S.p_fetch[piece]]
+        if S.mark[source] != S.count[STAMP]:
+            S.mark[source] = S.count[STAMP]
+            sources += 1
+            both += 1 if S.mark[devices + source] == S.count[STAMP] else 0
+        if S.mark[devices + target] != S.count[STAMP]:
+            S.mark[devices + target] = S.count[STAMP]
+            targets += 1
+            both += 1 if S.mark[target] == S.count[STAMP] else 0
+    count = sources * targets - both
+    return min(sources, targets) >= 3 and len(pieces) >= count and _pairs(S, pieces) == count
+
+
+@compiled
+def _pairs(S, pieces):  # type: ignore[no-untyped-def]
+    """How many pairs of a source and a target pieces have."""
+    S.count[STAMP] += 1
+    pairs, mask = 0, len(S.hash_key) - 1
+    for piece in pieces:
+        key = S.h_dev[S.p_hold[piece]] * (1 << 24) + S.f_dev[S.p_fetch[piece]]
         place = hash_place(key, mask)
         while S.hash_stamp[place] == S.count[STAMP] and S.hash_key[place] != key:
             place = (place + 1) & mask
         if S.hash_stamp[place] != S.count[STAMP]:
             S.hash_stamp[place], S.hash_key[place] = S.count[STAMP], key
             pairs += 1
-    return pairs == members * (members - 1)
+    return pairs
 
 
 @compiled
@@ -168,17 +190,18 @@ def _root(S, device):  # type: ignore[no-untyped-def]
 
 @compiled
 def _all_to_alls(C, S, among):  # type: ignore[no-untyped-def]
-    """Make an all-to-all of pieces whose devices are connected by pieces, if each device sends something to every other."""
+    """Make an all-to-all of pieces whose sources and targets are connected by pieces, if each source sends something to each target."""
     S.count[STAMP] += 1
-    count = 0
+    count, devices = 0, len(C.busy)
     for piece in range(S.count[PIECES]):
         if _is_free(S, piece, among):
-            ends = (S.h_dev[S.p_hold[piece]], S.f_dev[S.p_fetch[piece]])
-            for device in ends:
+            source, target = S.h_dev[S.p_hold[piece]], devices + S.f_dev[S.p_fetch[piece]]
+            for end in range(2):
+                device = target if end else source
                 if S.mark[device] != S.count[STAMP]:
                     S.mark[device] = S.count[STAMP]
                     S.mark_value[device] = device
-            S.mark_value[_root(S, ends[0])] = _root(S, ends[1])
+            S.mark_value[_root(S, source)] = _root(S, target)
             count += 1
     if count <= 3:
         return
@@ -187,14 +210,14 @@ def _all_to_alls(C, S, among):  # type: ignore[no-untyped-def]
     n = 0
     for piece in range(S.count[PIECES]):
         if _is_free(S, piece, among):
-            S.work[n] = _root(S, S.f_dev[S.p_fetch[piece]]) * S.count[PIECES] + piece
+            S.work[n] = _root(S, devices + S.f_dev[S.p_fetch[piece]]) * S.count[PIECES] + piece
             n += 1
     members = S.work[:n]
     sort(members, 0, n)
     start = 0
     while start < n:
         own = members[start : _end_of_equal(S, members, start)]
-        if len(own) > 3 and _is_complete(S, own):
+        if len(own) > 3 and _each_gives_each(S, own, devices):
             open_carrier(S, ALL_TO_ALL)
             for piece in own:
                 add_part(S, piece)

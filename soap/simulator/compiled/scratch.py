@@ -186,7 +186,7 @@ def make_scratch(size: int, devices: int, links: int) -> Scratch:
         table *= 2
     sizes = {"count": 32, "odometer": 64}
     sizes |= dict.fromkeys(("hash_key", "hash_stamp", "hash_value"), table)
-    sizes |= dict.fromkeys(("mark", "mark_value"), max(devices, size))
+    sizes |= dict.fromkeys(("mark", "mark_value"), max(2 * devices, size))
     sizes |= dict.fromkeys(("load", "load_stamp"), links + 1)
     sizes |= {"held": devices + links + 1, "members": devices + 1, "peers": devices + 1, "cell": 16 * size, "flow": 3 * size}
     sizes |= dict.fromkeys(("update", "floor", "taken", "settled", "settling", "offloaded", "on_host", "lifting"), devices)

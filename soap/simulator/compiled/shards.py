@@ -46,6 +46,7 @@ class Geometries:
         self._cut, self._cuts = Growing(np.int32), dict[tuple[Box, ...], int]()
         self._tied, self._tied_geometry = GrowingLists(), Growing(np.int32)
         self._rows, self._row_bytes = Growing(np.int64), Growing(np.int64)
+        self._size_ptr, self._size = Growing(np.int64), Growing(np.int64)
         self._prices, self._price_ns = GrowingLists(), Growing(np.int64)
         self._compressed, self._effort = GrowingLists(), Growing(np.int64)
         self._fixed = np.array([costs.updates_rows_alone], np.int32), np.array([training.clips], np.int32)
@@ -53,6 +54,7 @@ class Geometries:
         self._first = {topology.devices[first].host: first for first in first_devices(topology)}
         self._accelerators = {own.host: own.index for own in topology.devices if own.type.kind != "cpu"}  # one of each host
         self._ptr.add([0])
+        self._size_ptr.add([0])
         self._use_ptr.add([0])
         self._arrays: ShardTables | None = None
 
@@ -60,6 +62,9 @@ class Geometries:
         """Add a geometry; returns its number."""
         self._bytes.add(cut.bytes)
         self._shapes += cut.shapes
+        for shape in cut.shapes:
+            self._size.add(shape)
+            self._size_ptr.add([self._size.size])
         self._rows.add(cut.rows)
         self._row_bytes.add(cut.row_bytes)
         self._lowest.add(cut.lowest)
@@ -102,6 +107,7 @@ class Geometries:
         """All geometries and prices as arrays, with room behind them: the same ones until that is full, or a list is added."""
         rooms: dict[str, NDArray[Any]] = {
             "ptr": self._ptr.room, "bytes": self._bytes.room, "rows": self._rows.room, "row_bytes": self._row_bytes.room,
+            "size_ptr": self._size_ptr.room, "size": self._size.room,
             "lowest": self._lowest.room, "update_ns": self._update_ns.room, "use_ptr": self._use_ptr.room,
             "use_user": self._use_user.room, "use_place": self._use_place.room, "cut": self._cut.room,
             "tied_geometry": self._tied_geometry.room, "price_ns": self._price_ns.room, "effort": self._effort.room,

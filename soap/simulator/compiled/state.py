@@ -197,7 +197,8 @@ class SyncTemplates(NamedTuple):
 class ShardTables(NamedTuple):
     """How parameters may be cut: geometry g has the shards ``ptr[g]:ptr[g + 1]``.
 
-    By shard: ``bytes``, ``rows``, ``row_bytes``; ``lowest``: which of the parameter's users gives the last gradient (-1: none does);
+    By shard: ``bytes``, ``rows``, ``row_bytes``; its sizes ``size[size_ptr[s]:size_ptr[s + 1]]``; ``lowest``: which of the parameter's
+    users gives the last gradient (-1: none does);
     ``update_ns``: [device type, shard]; its uses ``use_ptr[s]:use_ptr[s + 1]``. Of a use: ``use_user``: which user; ``use_place``: tile of
     one replica, or, in a tied geometry, shard of the user's own geometry. ``cut``: by geometry, equal if the shards are the same, whoever
     uses them. ``tied``, ``tied_geometry``: geometries of parameters that several operators use, by [parameter, cuts of its users].
@@ -215,6 +216,8 @@ class ShardTables(NamedTuple):
     bytes: Longs
     rows: Longs
     row_bytes: Longs
+    size_ptr: Longs
+    size: Longs
     lowest: Ints
     update_ns: LongRows
     use_ptr: Longs

@@ -187,6 +187,12 @@ def expert_product(rows: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, 
     return _product(rows, weight, ids, 0)
 
 
+def hand_over(rows: torch.Tensor, ids: torch.Tensor, *, unit: int) -> torch.Tensor:
+    """The routed rows as they are. Where several devices split each expert's matrices, each receives a part of the rows from afar, and they
+    give each other the rest; on the way back each adds up a part, and sends it."""
+    return rows.view_as(rows)
+
+
 def combine(rows: torch.Tensor, ids: torch.Tensor, *, unit: int) -> torch.Tensor:
     """Routed rows of all experts at the places of the samples that they are of; zero if an id belongs to no expert."""
     out = rows.new_zeros(ids.shape[0], *rows.shape[1:])
@@ -266,6 +272,16 @@ def routed_product(view: View) -> Tiled:
     return Tiled(
         tuple(scope.factors), operands, ((e, of_expert, n),), summed=summed, run=_expert_product, flops=flops, saved_bytes=8 * rows
     )
+
+
+@rule("soap.hand_over")
+def handed_over(view: View) -> Tiled:
+    """All is free."""
+    (experts, _, width), (rows,) = view.shapes
+    scope, unit = Scope(), view.get("unit")
+    s, e, k = scope.factor("s", rows // unit), scope.factor("e", experts), scope.factor("k", width)
+    whole = (e, blocks(s, unit // experts), k)
+    return Tiled(tuple(scope.factors), (whole, (blocks(s, unit),)), (whole,), run=lambda local: local.tensors[0].view_as(local.tensors[0]))
 
 
 @rule("soap.combine")

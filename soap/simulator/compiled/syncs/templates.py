@@ -69,12 +69,23 @@ def part_bytes(W: World, template: int, parameter: int, shard: int, place: int) 
     """Bytes of a region's part that the readers in this place of their copies own: parts are dealt out like cards (``placement``). In a
     folded plan the largest of the parts for whose owners a reader stands (``represented``)."""
     D, Y = W.shards, W.templates
-    count, first = Y.sharers[template], W.graph.first_reader[parameter] + shard - D.ptr[W.scratch.geometry[parameter]]
-    rows, longer, at = D.rows[shard] // count, D.rows[shard] % count, Y.first_part[template] + place
-    for i in range(Y.place_ptr[at], Y.place_ptr[at + 1] if longer > 0 else Y.place_ptr[at]):
-        if (Y.place[i] - first) % count < longer:
-            return (rows + 1) * D.row_bytes[shard]
-    return rows * D.row_bytes[shard]
+    readers, first = Y.sharers[template], W.graph.first_reader[parameter] + shard - D.ptr[W.scratch.geometry[parameter]]
+    leading, entries = 1, 1  # ``placement.cut_place``
+    for i in range(D.size_ptr[shard], D.size_ptr[shard + 1]):
+        leading, entries = leading * entries, D.size[i]
+        if leading * entries >= readers:
+            break
+    count, at, most = min(readers, leading * entries), Y.first_part[template] + place, 0
+    parts, more = count // leading, count % leading  # of each of the leading entries, and of how many one more
+    longest = -(-entries // parts)
+    for i in range(Y.place_ptr[at], Y.place_ptr[at + 1]):
+        part = (Y.place[i] - first) % readers
+        if part < count:
+            own, part = (parts + 1, part) if part < more * (parts + 1) else (parts, part - more * (parts + 1))
+            most = max(most, entries // own + (part % own < entries % own))
+        if most == longest or (count == readers and more == entries % parts == 0):
+            break
+    return most * (D.bytes[shard] // (leading * entries))
 
 
 @compiled
