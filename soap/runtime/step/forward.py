@@ -232,7 +232,7 @@ class ForwardPass:
         parts = remote_parts(self.plan, message.parts)
         values = [self.state.regions.cut(("holding", holding), self._held(holding), box) for _, _, box, holding in parts]
         name = message_name(self.plan, message) + AGAIN
-        self.state.comm.keep(self.state.send(values, message.target, self.program.tags[number], name))
+        self.state.sent_again[number] = self.state.send(values, message.target, self.program.tags[number], name)
         self._leave_again({holding for *_, holding in parts})
 
     def exchange_again(self, number: int) -> None:

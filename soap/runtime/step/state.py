@@ -137,8 +137,8 @@ class StepState:
     """The values of one step that outlive their segment, and the communication that both passes use.
 
     ``values``: detached inputs of segments, until their last reader, and until their gradients are taken if they get any. ``outputs``:
-    segment -> the tensors that its backward pass starts from. ``sent``: messages on their way that a gradient answers. ``share``: the
-    gradient of this micro-batch's loss, ``MicroBatch.share``.
+    segment -> the tensors that its backward pass starts from. ``sent``: messages on their way that a gradient answers, ``sent_again``:
+    the same of their second time. ``share``: the gradient of this micro-batch's loss, ``MicroBatch.share``.
     """
 
     def __init__(
@@ -156,6 +156,7 @@ class StepState:
         self._recorder = recorder
         self.outputs: dict[int, list[Output]] = {}
         self.sent: dict[int, Pending] = {}
+        self.sent_again: dict[int, Pending] = {}
         self._departures = Departures(comm)
         self.regions = Regions(program.plan, dtype_of, comm.device)
 

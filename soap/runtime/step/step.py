@@ -186,8 +186,9 @@ class BackwardPass:
             return
         room = [self._room(part) for part in parts]
         pending = self.state.receive([place for _, _, place in room], message.target, tag, name)
-        sent = self.state.sent.pop(number)
-        pending.then(lambda: self.state.comm.release(sent))  # this answer proves that the message has arrived
+        for sent in (self.state.sent.pop(number), self.state.sent_again.pop(number, None)):
+            if sent is not None:  # this answer proves that the message has arrived
+                pending.then(partial(self.state.comm.release, sent))
         self._expect(room, pending)
 
     def return_exchange(self, number: int) -> None:

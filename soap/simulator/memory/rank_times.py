@@ -147,6 +147,26 @@ class _Passes:
         follows = device[1:] == device[:-1]
         return Waits(self._chain[1:][follows], self._chain[:-1][follows])
 
+    def _not_before(self) -> Waits:
+        """What is gathered or summed again comes right before the first pass that reads it: it waits for the one before that segment."""
+        device, turn = self._device[self._chain], self._turn[self._chain]
+        begins = np.append(True, (device[1:] != device[:-1]) | (turn[1:] != turn[:-1]))[: len(turn)]
+        first = np.maximum.accumulate(np.where(begins, np.arange(len(turn)), 0))
+        place = np.full(len(self._turn), NONE)
+        place[self._chain] = first
+        task, other = self._waits
+        reads = self._again()[other] & (self._turn[task] != NONE) & (2 * self._turn[task] == self._needs()[other])
+        at = place[task[reads]]
+        there = (at > 0) & (device[at] == device[at - 1])
+        return Waits(other[reads][there], self._chain[at[there] - 1])
+
+    def _again(self) -> Bools:
+        """By task, whether it is the second time of a carrier or a sum."""
+        found = np.zeros(len(self._turn), np.bool_)
+        for own in (self._played.gathered, self._played.summed_again):
+            found[own[own != NONE]] = True
+        return found
+
     def are_kept(self) -> bool:
         """Whether the passes have this order as they were played, so that ranks wait for nothing else."""
         start, end = self._played.start, self._played.end
@@ -155,7 +175,7 @@ class _Passes:
     def waits(self) -> Waits:
         """The waits of tasks in ranks."""
         kept = self._kept()
-        own = (Waits(self._waits.task[kept], self._waits.other[kept]), self._in_turn(), self._entered())
+        own = (Waits(self._waits.task[kept], self._waits.other[kept]), self._in_turn(), self._entered(), self._not_before())
         count = len(self._played.tile)
         pairs = distinct(np.concatenate([each.task * count + each.other for each in own]))
         return Waits(pairs // count, pairs % count)
@@ -175,10 +195,7 @@ class _Passes:
         run, as copies do. Else NO_NEED."""
         played, (task, other) = self._played, self._waits
         found = np.full(len(played.tile), NO_NEED)
-        gathered = np.zeros(len(played.tile), np.bool_)
-        for own in (played.gathered, played.summed_again):
-            gathered[own[own != NONE]] = True
-        late = (played.tile[other] == NONE) & (np.isin(played.kind[other], LATE) | gathered[other])
+        late = (played.tile[other] == NONE) & (np.isin(played.kind[other], LATE) | self._again()[other])
         direct = late & (self._turn[task] != NONE)
         own = other[direct]
         np.minimum.at(found, own, 2 * self._turn[task[direct]] + (played.kind[own] == COPY))

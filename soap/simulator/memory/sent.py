@@ -41,7 +41,8 @@ def send_values(plan: Plan, arrays: PlanArrays, spans: Spans, times: Derived, le
     numbers = ledger.send(device, start, over, size, held=copied, copied=True)
     again = np.flatnonzero(spans.gathered_start[carrier] != NEVER)
     if len(again):
-        ends = ledger.arrived(device[again], spans.gathered_end[carrier[again]])
+        ends, done = ledger.arrived(device[again], spans.gathered_end[carrier[again]]), spans.gathered_end[carrier[again]]
+        ends = np.where(carriers.pattern[carrier[again]] == MESSAGE, np.maximum(over[again], done), ends)  # known as of the first time
         ledger.send(device[again], spans.gathered_start[carrier[again]], ends, size[again], copied=True)
     if plan.order is None:  # with micro-batches no value is counted to stay for what is sent of it; parts of one count as copies
         of = pieces.holding[own.piece[stays]]

@@ -19,11 +19,12 @@ from soap.profiles.roofline import RooflineCosts
 from soap.simulator import chunks
 from soap.simulator.compiled.task_keys import FORWARD
 from soap.simulator.draws import Draws, Risk
+from soap.simulator.lowering import build_plan
 from soap.strategy.classical import random_config
 from soap.strategy.config import OpConfig, Strategy, SyncConfig
 from soap.strategy.marks import OFFLOADED, with_mark
 from soap.strategy.named import named
-from soap.strategy.recomputation import LIGHT, RECOMPUTED, STAYS, with_marks
+from soap.strategy.recomputation import ALL_LEVELS, LIGHT, RECOMPUTED, STAYS, repeatable, with_marks
 from soap.strategy.sync import SPARSE_ALL_GATHER, parameter_server
 from tests.extent import ALL, MANY, USUAL
 from tests.graph_builder import GraphBuilder, mlp
@@ -187,3 +188,23 @@ def test_many_short_walks(part: int) -> None:
         check(walk, afresh=False)
 
     all_agree()
+
+
+@pytest.mark.parametrize("name", ["sequence_parallel:4+recompute", "megatron:2x2+recompute+microbatches:2"])
+def test_walks_of_what_is_gathered_and_summed_again(name: str) -> None:
+    """Edits of marks alone, and of where operators are."""
+    graph, topology = api.load("zoo:gpt:tiny", plan_only=True).graph, api.load_cluster("v100-8")
+    draw, able = random.Random(len(name)), [op for op in graph.operators if op.name in repeatable(graph)]
+    start, other = (named(own, graph, topology) for own in (f"{name}+gather_again", "megatron:2"))
+    current, edits, travels = start, list[Edit](), [0, 0]
+    for _ in range(5):
+        changes = {op.name: current.operators[op.name].marked("recompute", draw.choice(ALL_LEVELS)) for op in draw.sample(able, 3)}
+        if not start.stages and draw.random() < 0.4:
+            changes = {own: config.placed_like(other.operators[own]) for own, config in changes.items()}
+        edits.append(Edit(changes, {}, draw.random() < 0.7))
+        edited = edits[-1].of(current)
+        plan = build_plan(graph, edited, topology)
+        travels = [travels[0] + bool(plan.gathered_again), travels[1] + bool(plan.summed_again)]
+        current = edited if edits[-1].accepted else current
+    assert travels[1] and (travels[0] or start.stages)
+    check((graph, topology, start, edits), afresh=True)

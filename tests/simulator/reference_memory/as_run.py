@@ -114,8 +114,16 @@ class _Passes:
             own: Collection[int] = task.predecessors if place not in after else {*task.predecessors, *after[place]}
             if (need := needed.get(place)) is not None:
                 own = [other for other in own if self._holds(task, need, other)]
+                if task.name.endswith(AGAIN):  # it comes right before the first pass that reads it
+                    own += self._before(need.turn)
             found.append(tuple(own))
         return found
+
+    def _before(self, turn: int) -> list[int]:
+        """The pass before those of a turn on their device; none if they are the first."""
+        chain = next(chain for chain in self._chains if any(self._turn[place] == turn for place in chain))
+        before = [place for place in chain if self._turn[place] < turn]
+        return before[-1:]
 
     def _entered_after(self, first: int) -> Iterator[int]:
         """What a segment waits for before its first pass: all from elsewhere that its tiles need, but for what comes back from hosts, which

@@ -38,7 +38,7 @@ class Leaving:
             if part in self.spans.returned:  # known when the first of its gradients is added up
                 told = max(self.spans.returned[part][1], min(self.spans.wanted(holding)[0] for *_, holding in sent))
             self._send(parcels(plan, message.parts), start, told)
-            self._send_again(parcels(plan, message.parts), part)
+            self._send_again(parcels(plan, message.parts), part, told)
         for exchange in plan.exchanges:
             span = self.spans.brought[exchange.parts[0]]
             if exchange.pattern is Pattern.BROADCAST:
@@ -52,11 +52,13 @@ class Leaving:
                 self._send(own, span[0], self.ledger.arrived(source, span[1]))
                 self._send_again(own, exchange.parts[0])
 
-    def _send_again(self, leaving: Sequence[Parcel], part: Part) -> None:
-        """What one device sends a second time with this part, if it is: it counts as copied."""
+    def _send_again(self, leaving: Sequence[Parcel], part: Part, told_ns: int | None = None) -> None:
+        """What one device sends a second time with this part, if it is: it counts as copied. ``told_ns``: when it knows that the first
+        time is over, and so, if it is a message, the second."""
         if (span := self.spans.gathered.get(part)) is not None:
             source, size = leaving[0].source, sum(parcel.size_bytes for parcel in leaving)
-            self.ledger.send(source, span[0], self.ledger.arrived(source, span[1]), size, held=size, copied=True)
+            end = self.ledger.arrived(source, span[1]) if told_ns is None else max(told_ns, span[1])
+            self.ledger.send(source, span[0], end, size, held=size, copied=True)
 
     def _send(self, leaving: Sequence[Parcel], start_ns: int, end_ns: int) -> None:
         """What one device sends at once, until ``end_ns`` or later sends: copies, and what leaves from where it lies."""
