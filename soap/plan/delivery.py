@@ -5,8 +5,8 @@ its readers stay the same.
 
 A collective is used only where it cannot be slower than messages, if every device has one port in each direction. An all-gather or
 all-to-all among n devices takes n-1 rounds on every port, just as messages do, but it is one call and no message waits behind another: it
-is used from three devices on. Those that send in an all-to-all need not be those that receive. A broadcast along a tree takes ceil(log2 n)
-rounds, messages n-1. Halos between neighbours are messages.
+is used from three devices on. Those that send rows to experts need not be those that receive them. A broadcast along a tree takes
+ceil(log2 n) rounds, messages n-1. Halos between neighbours are messages.
 
 Flows say who sends how many bytes to whom. A collective is a list of rounds, one after the other; the flows of a round run at once. In the
 backward pass each collective runs as its transpose.
@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from soap.model.graph import Tensor
+from soap.model.graph import OperatorGraph
 from soap.model.regions import Box, volume
 from soap.plan.collectives import Flow, tree_rounds
 from soap.plan.coverage import LocalPiece
@@ -199,13 +199,14 @@ class Carriers:
 
     def __init__(
         self,
-        tensors: Mapping[str, Tensor],
+        graph: OperatorGraph,
         fetches: Sequence[LocalFetch],
         tiles: Sequence[Tile],
         holdings: Sequence[Holding],
         reductions: Sequence[Reduction],
     ) -> None:
-        self._tensors, self._fetches, self._holdings, self._reductions = tensors, fetches, holdings, reductions
+        self._tensors, self._routed = graph.tensors, (graph.copies_of or graph).routed
+        self._fetches, self._holdings, self._reductions = fetches, holdings, reductions
         self.exchanges: list[Exchange] = []
         self.messages: list[Message] = []
         remote: dict[tuple[str, int | None], list[Part]] = {}  # by tensor and micro-batch: others are ready at other times
@@ -243,7 +244,7 @@ class Carriers:
     def _all_to_alls(self, tensor: str, parts: Sequence[Part]) -> list[Part]:
         rest: list[Part] = []
         for own in self._components(parts):
-            if len(own) > SMALLEST_EXCHANGE and self._each_gives_each(own):
+            if len(own) > SMALLEST_EXCHANGE and self._each_gives_each(own, apart=tensor in self._routed):
                 self._add(Pattern.ALL_TO_ALL, tensor, sorted(own))
             else:
                 rest += own
@@ -287,11 +288,12 @@ class Carriers:
         members = len({device for pair in pairs for device in pair})
         return members >= SMALLEST_EXCHANGE and len(pairs) == members * (members - 1)
 
-    def _each_gives_each(self, parts: Sequence[Part]) -> bool:
-        """Whether at least three devices send, at least three receive, and each of the former sends something to each of the latter."""
+    def _each_gives_each(self, parts: Sequence[Part], *, apart: bool) -> bool:
+        """Whether at least three devices send, at least three receive, and each of the former sends something to each of the latter; if they
+        may not be ``apart``, the same ones do."""
         pairs = {self._ends(part) for part in parts}
         sources, targets = ({pair[end] for pair in pairs} for end in (0, 1))
-        enough = min(len(sources), len(targets)) >= SMALLEST_EXCHANGE
+        enough = min(len(sources), len(targets)) >= SMALLEST_EXCHANGE and (apart or sources == targets)
         return enough and len(pairs) == len(sources) * len(targets) - len(sources & targets)
 
     def _all_get_the_same(self, parts: Sequence[Part]) -> bool:

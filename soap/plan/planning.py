@@ -318,7 +318,7 @@ class PlanBuilder:
             chosen = first if closing and self._begins_backward(consumers, read) else holders
             pieces = chosen[tensor].cover(box, device, self._distances(device))
             fetches.append(LocalFetch(tensor, box, device, pieces, tuple(consumers)))
-        carriers = Carriers(self.graph.tensors, fetches, part.tiles, holdings, reductions)
+        carriers = Carriers(self.graph, fetches, part.tiles, holdings, reductions)
         devices, _ = self._lying(config.devices, *(own.devices for own in readers))
         moved = tuple(carriers.messages), tuple(carriers.exchanges)
         return Delivery(part.tiles, reductions, holdings, tuple(fetches), *moved, position, read, devices)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from soap.model.graph import OperatorGraph
 from soap.plan.plan import Exchange, Message, Pattern, Plan
 from soap.plan.planning import build_plan
@@ -53,15 +55,17 @@ def test_rows_to_columns_is_an_all_to_all() -> None:
     assert exchanges(two, "l1") == [] and len(messages(two, "l1")) == 2
 
 
-def test_an_all_to_all_may_have_others_that_receive_than_that_send() -> None:
+def test_rows_of_experts_may_go_to_others_than_send_them_in_an_all_to_all() -> None:
     g = GraphBuilder()
-    graph = finish(g, g.elementwise(g.linear(g.input("x", 7, 3), 9, bias=False, name="l1"), name="e"))
+    dense = finish(g, g.elementwise(g.linear(g.input("x", 7, 3), 9, bias=False, name="l1"), name="e"))
+    graph = replace(dense, routed={"l1": "x"})
     configs = {"l1": on(0, 1, 2, degrees=(3, 1, 1)), "e": on(3, 1, 2, degrees=(1, 3)), "loss": LOSS}
     plan = planned(graph, **configs)
     (exchange,) = exchanges(plan, "l1")
     assert (exchange.pattern, exchange.devices, len(exchange.parts)) == (Pattern.ALL_TO_ALL, (0, 1, 2, 3), 7) and not messages(plan, "l1")
     fewer = planned(graph, **configs | {"e": on(3, 1, degrees=(1, 2))})  # two that receive
     assert exchanges(fewer, "l1") == [] and len(messages(fewer, "l1")) == 5
+    assert exchanges(planned(dense, **configs), "l1") == []
     check(Engine(Shared(graph, FOUR, costs := RooflineCosts(FOUR))), costs, strategy(**configs))
 
 

@@ -40,7 +40,7 @@ def carry(W: World, op: int) -> None:
                 among = (out, micro_batch, row[CELLS], own)
                 if count >= 6:
                     _gathers(V, S, among, rank)
-                    _all_to_alls(C, S, among)
+                    _all_to_alls(C, S, among, G.output_routed[first + out])
                 _broadcasts(C, S, among)
     _messages(W, op)
 
@@ -92,8 +92,9 @@ def _is_complete(S, pieces):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _each_gives_each(S, pieces, devices):  # type: ignore[no-untyped-def]
-    """Whether at least three devices send, at least three receive, and each of the former sends something to each of the latter."""
+def _each_gives_each(S, pieces, devices, apart):  # type: ignore[no-untyped-def]
+    """Whether at least three devices send, at least three receive, and each of the former sends something to each of the latter; if they
+    may not be ``apart``, the same ones do."""
     S.count[STAMP] += 1
     sources, targets, both = 0, 0, 0
     for piece in pieces:
@@ -106,6 +107,8 @@ def _each_gives_each(S, pieces, devices):  # type: ignore[no-untyped-def]
             S.mark[devices + target] = S.count[STAMP]
             targets += 1
             both += 1 if S.mark[target] == S.count[STAMP] else 0
+    if not apart and not sources == targets == both:
+        return False
     count = sources * targets - both
     return min(sources, targets) >= 3 and len(pieces) >= count and _pairs(S, pieces) == count
 
@@ -189,8 +192,9 @@ def _root(S, device):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _all_to_alls(C, S, among):  # type: ignore[no-untyped-def]
-    """Make an all-to-all of pieces whose sources and targets are connected by pieces, if each source sends something to each target."""
+def _all_to_alls(C, S, among, apart):  # type: ignore[no-untyped-def]
+    """Make an all-to-all of pieces whose sources and targets are connected by pieces, if each source sends something to each target.
+    ``apart``: whether others may send than receive."""
     S.count[STAMP] += 1
     count, devices = 0, len(C.busy)
     for piece in range(S.count[PIECES]):
@@ -217,7 +221,7 @@ def _all_to_alls(C, S, among):  # type: ignore[no-untyped-def]
     start = 0
     while start < n:
         own = members[start : _end_of_equal(S, members, start)]
-        if len(own) > 3 and _each_gives_each(S, own, devices):
+        if len(own) > 3 and _each_gives_each(S, own, devices, apart):
             open_carrier(S, ALL_TO_ALL)
             for piece in own:
                 add_part(S, piece)

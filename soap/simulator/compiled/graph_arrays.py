@@ -32,7 +32,8 @@ class GraphTables(NamedTuple):
     - ``read``: activations that an operator reads. ``read_operand``: position among its inputs. ``read_producer``, ``read_output``: whose
       output it is.
     - ``reader``: operators that read an operator's outputs, ascending. ``source``: where an operator itself occurs in ``reader``.
-    - ``output``: bytes of an element, and of an element of partial results; whether it has a gradient; number of its dtype.
+    - ``output``: bytes of an element, and of an element of partial results; whether it has a gradient; number of its dtype; whether
+      it has rows of experts (``OperatorGraph.routed``).
     - ``parameter``: parameters that an operator uses, trainable or not, each once, ascending.
     - ``user`` (lists per parameter): operators that use the parameter, ascending. ``user_place``: which of the operator's ``parameter`` it
       is.
@@ -58,6 +59,7 @@ class GraphTables(NamedTuple):
     output_itemsize: Longs
     output_partial_itemsize: Longs
     output_gradient: Ints
+    output_routed: Ints
     output_dtype: Ints
     parameter_ptr: Ints
     parameter: Ints
@@ -138,6 +140,7 @@ class ClusterTables(NamedTuple):
 def graph_tables(graph: OperatorGraph, topology: Topology) -> GraphTables:
     """The arrays of a graph. Servers on this cluster may own its parameters."""
     readers = [sorted({r for out in op.outputs for r, _ in graph.consumers.get(out.tensor, ())}) for op in graph.operators]
+    routed = (graph.copies_of or graph).routed
     dtypes = {name: i for i, name in enumerate(sorted({t.dtype for t in graph.tensors.values()}))}
     numbers = {tensor.name: i for i, tensor in enumerate(graph.parameters)}
     reads: list[list[tuple[int, ...]]] = []
@@ -150,7 +153,7 @@ def graph_tables(graph: OperatorGraph, topology: Topology) -> GraphTables:
                 producer, output = graph.producers[operand.tensor]
                 reads[-1].append((k, producer, output))
         tensors = [graph.tensors[out.tensor] for out in op.outputs]
-        outputs.append([(t.itemsize, t.partial_itemsize, int(t.requires_grad), dtypes[t.dtype]) for t in tensors])
+        outputs.append([(t.itemsize, t.partial_itemsize, int(t.requires_grad), dtypes[t.dtype], int(t.name in routed)) for t in tensors])
         uses.append([(number,) for number in sorted({numbers[o.tensor] for o in op.parameters})])
     read_ptr, read_table = _joined(reads, 3)
     reader_ptr, reader_table = _joined([[(r,) for r in own] for own in readers], 1)
@@ -158,7 +161,7 @@ def graph_tables(graph: OperatorGraph, topology: Topology) -> GraphTables:
     for place, operator in enumerate(r for own in readers for r in own):
         places[operator].append((place,))
     source_ptr, source_table = _joined(places, 1)
-    output_ptr, output_table = _joined(outputs, 4)
+    output_ptr, output_table = _joined(outputs, 5)
     parameter_ptr, parameter_table = _joined(uses, 1)
     users = [sorted({position for position, _ in graph.parameter_users.get(t.name, ())}) for t in graph.parameters]
     places_of = [{number: place for place, (number,) in enumerate(own)} for own in uses]
@@ -166,7 +169,7 @@ def graph_tables(graph: OperatorGraph, topology: Topology) -> GraphTables:
     servers, first_reader = first_servers(graph, len(server_devices(topology))), first_readers(graph)
     touched = [_touched(graph.sparse.get(t.name)) for t in graph.parameters]
     read_operand, read_producer, read_output = _columns(read_table)
-    output_itemsize, output_partial_itemsize, output_gradient, output_dtype = _columns(output_table)
+    output_itemsize, output_partial_itemsize, output_gradient, output_dtype, output_routed = _columns(output_table)
     user, user_place = _columns(user_table)
     return GraphTables(
         read_ptr=read_ptr,
@@ -181,6 +184,7 @@ def graph_tables(graph: OperatorGraph, topology: Topology) -> GraphTables:
         output_itemsize=output_itemsize.astype(np.int64),
         output_partial_itemsize=output_partial_itemsize.astype(np.int64),
         output_gradient=output_gradient,
+        output_routed=output_routed,
         output_dtype=output_dtype,
         parameter_ptr=parameter_ptr,
         parameter=parameter_table.ravel(),
