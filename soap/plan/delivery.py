@@ -262,8 +262,8 @@ class Carriers:
         return members >= SMALLEST_EXCHANGE and len(pairs) == members * (members - 1)
 
     def _each_gives_each(self, parts: Sequence[Part], *, apart: bool) -> bool:
-        """Whether at least three devices send, at least three receive, and each of the former sends something to each of the latter; if they
-        may not be ``apart``, the same ones do."""
+        """Whether at least three devices send, at least three receive, and each of the former sends something to each of the latter; unless
+        they may be ``apart``, the same ones do."""
         pairs = {self._ends(part) for part in parts}
         sources, targets = ({pair[end] for pair in pairs} for end in (0, 1))
         enough = min(len(sources), len(targets)) >= SMALLEST_EXCHANGE and (apart or sources == targets)
