@@ -89,9 +89,9 @@ def memory_share(device: DeviceType) -> float:
     return float(_value("memory" if _knows(device) else "older_memory"))
 
 
-def figures() -> Mapping[str, Any]:
-    """All values, as plain JSON: what a cost model's hash depends on."""
-    return {name: entry["value"] for name, entry in _data().items()}
+def figures(*, flash2: bool = False) -> Mapping[str, Any]:
+    """All values, as plain JSON: what a cost model's hash depends on. ``flash2``: also those that count in its place."""
+    return {name: entry["value"] for name, entry in _data().items() if flash2 or name != "flash_attention_2"}
 
 
 def _knows(device: DeviceType) -> bool:

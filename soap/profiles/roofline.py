@@ -74,7 +74,7 @@ class RooflineCosts:
         """16 hex digits over every figure and constant that enters an answer."""
         figures = [[device.identity, device.is_measured] for device in self._types]
         known = [PEAK_SHARE, *constants(), self.optimizer_states, TILE_CALLS, UPDATE_CALLS_PER_STATE]
-        known += [efficiency.figures()] if any(device.kind == "cuda" for device in self._types) else []
+        known += [efficiency.figures(flash2=self._flash2)] if any(device.kind == "cuda" for device in self._types) else []
         text = json.dumps(["roofline", 7, known, figures, *([] if self.kernels == "eager" else [self.kernels])])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
