@@ -314,7 +314,14 @@ def strategy_of(row: Row, own: Said, graph: OperatorGraph, topology: Topology) -
     elif own.recompute == "attention":
         names = [op.name for op in graph.operators if "attention" in op.name and op.kind != "linear"]
         strategy = with_repeatable_levels(graph, strategy, dict.fromkeys(names, RECOMPUTED))
-    return gathering_again(graph, strategy) if lays["scatters"] or own.recompute != "none" else strategy  # as their trainers do
+    again = own.recompute != "none" or (lays["scatters"] and GATHERED_AGAIN.search(str(row["kernels"])) is not None)
+    return gathering_again(graph, strategy) if again else strategy
+
+
+GATHERED_AGAIN = re.compile("Megatron|Transformer Engine")
+"""In a row's kernels: linear layers that keep their part of what they gather (Megatron's
+``LinearWithGradAccumulationAndAsyncCommunication``, Transformer Engine's). Others keep what they read, unless it is recomputed: Aleph
+Alpha's ``column_parallel_linear.py`` of ``scaling``, torchtitan's DTensors."""
 
 
 def _second_layers(graph: OperatorGraph, strategy: Strategy) -> list[str]:
