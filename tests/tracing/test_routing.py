@@ -93,8 +93,8 @@ def test_experts_have_a_mapping_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("data_parallel+experts:2", "divides experts; expected it as in megatron:N[+]experts:E"),
-        ("megatron:2+experts:two", "divides experts"),
+        ("data_parallel+experts:2", "is for groups; expected it as in megatron:N[+]experts:E"),
+        ("megatron:2+experts:two", "is for groups"),
         ("megatron:2+experts:3", "4 experts in 3 parts of 1 devices, on 4 devices of a stage; expected a divisor"),
     ],
 )
