@@ -377,7 +377,7 @@ class SequenceSplits:
 def context_parallel(graph: OperatorGraph, topology: Topology) -> Strategy:
     """Positions of sequences split inside each host, data parallelism across hosts. Parameters are on all devices.
 
-    What cannot follow positions, such as a loss that takes all positions of a sample for one another, is data parallel on all devices.
+    What cannot follow positions is data parallel on all devices.
     """
     width, order = tensor_parallel_width(topology), device_order(topology)
     chosen = {i: grouped(graph.operators[i], order, width, factor) for i, factor in positions(graph, width).items()}
