@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from soap.model.graph import FactorKind
-from soap.strategy.recomputation import LIGHT, RECOMPUTED, STAYS
+from soap.strategy.recomputation import ALL_LEVELS
 from soap.tracing.export import export_model
 from soap.zoo import names
 from tests.graph_builder import transformer
@@ -74,7 +74,7 @@ def test_mixtures_have_all_of_it() -> None:
     syncs = [sync for strategy in strategies for sync in strategy.parameters.values()]
     assert {sync.word for sync in syncs} >= {"allreduce", "zero", "fsdp", "hsdp", "parameter_server"}
     assert {sync.offload for sync in syncs} == {sync.within == "host" for sync in syncs} == {True, False}
-    assert {config.recompute for strategy in strategies for config in strategy.operators.values()} == {STAYS, RECOMPUTED, LIGHT}
+    assert {config.recompute for strategy in strategies for config in strategy.operators.values()} == {*ALL_LEVELS}
     assert {strategy.prefetch for strategy in strategies} == {0, 1, 2}
     assert {strategy.microbatches for strategy in strategies} == {*COUNTS}
     split = {
