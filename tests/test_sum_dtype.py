@@ -122,6 +122,10 @@ def test_runs_sum_as_was_planned(path: str, tmp_path: Path, capsys: pytest.Captu
     assert api.load_strategy_header(file).sum_dtype == "own"
     assert reading(given(path, file), two)["sum_dtype"] == "own"
     assert reading(given(path, file, "--sum-dtype", "float32"), two)["sum_dtype"] == "float32"
+    document = json.loads(Path(file).read_text())
+    del document["model"]["sum_dtype"]
+    (older := tmp_path / "older.json").write_text(json.dumps(document))
+    assert reading(given(path, str(older)), cluster([2], GPU))["sum_dtype"] == "float32"
     assert simulate.main([path, "--cluster", "local:2", "--costs", "estimate", "--builtin", SPLIT, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["sum_dtype"] == "float32"
     assert simulate.main([path, "--cluster", "local:2", "--strategy", file, "--sum-dtype", "float32"]) == 5

@@ -174,9 +174,9 @@ def add_rows(parser: Parser) -> None:
 
 def reading(args: argparse.Namespace, topology: Topology | None) -> Reading:
     """Arguments of ``api.load``, from the options of ``add_reading``, for a model that will be trained on these devices. Sums are as
-    ``--strategy`` has them, if there is one and nothing else is asked for."""
+    ``--strategy`` has them, if there is one and nothing else is asked for; files that do not say so are from when all were in float32."""
     strategy = getattr(args, "strategy", None)
-    sum_dtype = args.sum_dtype or (api.load_strategy_header(strategy).sum_dtype if strategy else None)
+    sum_dtype = args.sum_dtype or (api.load_strategy_header(strategy).sum_dtype or "float32" if strategy else None)
     return Reading(
         batch_dims=batch_dims(args.batch_dim),
         batch_norm=args.batch_norm,
