@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from soap.simulator.draws import Draws
 
 PERIODS = (1, 2, 6, 12, 24)
+"""Steps between numbers of micro-batches, in units: each is a multiple of the ones before, and those of patterns that repeat."""
 OFF_LINE = 1e-3
 """Figures of three numbers of micro-batches lie on a line if, by the second difference, that of all is off by at most this share."""
 
@@ -101,8 +102,8 @@ def few_are_enough(simulator: Simulator, strategy: Strategy) -> bool:
 
 
 def _numbers(simulator: Simulator, strategy: Strategy) -> Iterator[tuple[int, int]]:
-    """(the first number of micro-batches, the step to the next), as long as three such cost at most half of all. Steps are multiples of
-    ``PERIODS``, as devices may take turns in a pattern of so many micro-batches."""
+    """(the first number of micro-batches, the step to the next), as long as three such cost at most half of all. The later the further
+    apart (``PERIODS``), as devices may take turns in a pattern of some micro-batches."""
     stages = len(devices_of_stages(simulator.graph, strategy)) if strategy.stages else 1
     chunks = max(chunks_of(simulator.graph, strategy.stages), default=0) + 1
     unit, count = stages if chunks > stages else 1, strategy.microbatches
