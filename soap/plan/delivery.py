@@ -131,7 +131,6 @@ class Delivery:
             found |= {reader for reader, *_ in fetch.consumers}
         return frozenset(found)
 
-
     @cached_property
     def leaves_sums(self) -> bool:
         """Whether all that it leaves are sums over several devices, which are read where they are, as they are."""

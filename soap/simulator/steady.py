@@ -79,12 +79,11 @@ def steadily_played(
     known_plays: dict[int, Played] = {}
     for first, step in _numbers(simulator, strategy):
         numbers = first, first + step, first + 2 * step
-        for fewer in numbers:
-            own = simulator.of_samples(samples * fewer // count)
-            if isinstance(own, str):
+        for fewer in (own for own in numbers if own not in known_plays):
+            smaller = simulator.of_samples(samples * fewer // count)
+            if isinstance(smaller, str):
                 return None
-            if fewer not in known_plays:
-                known_plays[fewer] = played(own, replace(strategy, microbatches=fewer), draws)
+            known_plays[fewer] = played(smaller, replace(strategy, microbatches=fewer), draws)
         found = [known_plays[fewer] for fewer in numbers]
         times = (count - first) // step
         makespan_ns = on_line([own.makespan_ns for own in found], times)

@@ -113,7 +113,7 @@ def check_name(name: str) -> None:
                 raise StrategyError(f"strategy {name[:80]!r}: {added[:80]!r} is for servers and workers; expected it behind {_counted()}")
             parse(added)
         elif added.startswith((OF_EXPERTS, CONTEXT)):
-            if base not in GROUPED or (_mapping(added) is None and _count(added, CONTEXT) is None):
+            if base not in GROUPED or not _is_of_groups(added):
                 wanted = f"{MEGATRON}{WIDTH}N{JOIN}{OF_EXPERTS}{WIDTH}E, {OF_EXPERTS}{WIDTH}E{STAGES}T, or {CONTEXT}{WIDTH}C"
                 raise StrategyError(f"strategy {name[:80]!r}: {added[:80]!r} is for groups; expected it as in {wanted}")
         elif _added(added) is None:
@@ -144,6 +144,11 @@ def _count(added: str, name: str) -> int | None:
     """The number behind this name; None if it is another one, or has none."""
     first, _, count = added.partition(WIDTH)
     return int(count) if first == name and _is_count(count) else None
+
+
+def _is_of_groups(added: str) -> bool:
+    """Whether this says how groups are made, rather than what is put on top of them."""
+    return _mapping(added) is not None or _count(added, CONTEXT) is not None
 
 
 def _mapping(added: str) -> ExpertMapping | None:
@@ -182,7 +187,7 @@ def named(name: str, graph: OperatorGraph, topology: Topology, found_one: Strate
     else:
         strategy = NAMED[base](graph, topology)
     for added in rest:
-        if _mapping(added) is not None or _count(added, CONTEXT) is not None:
+        if _is_of_groups(added):
             continue
         add = _added(added)
         strategy = replace(strategy, consistency=added) if add is None else add(graph, topology, strategy)
