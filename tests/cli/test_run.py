@@ -285,5 +285,5 @@ def test_options_of_training_reach_the_ranks(tmp_path: Path) -> None:
     assert (job.accumulate, job.clip_norm) == (4, 2.5)
     assert job.reading == {
         "batch_dims": None, "batch_norm": "global", "autocast": None, "autocast_device": "cuda", "matmul_precision": None,
-        "sum_dtype": None, "imports": []
+        "sum_dtype": "float32", "imports": []
     }  # fmt: skip
