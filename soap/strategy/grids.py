@@ -15,7 +15,7 @@ from math import gcd, prod
 from soap.cluster.topology import Topology
 from soap.errors import StrategyError, one_of
 from soap.model.batch import sample_factor
-from soap.model.graph import Operator, OperatorGraph, TensorKind
+from soap.model.graph import FactorKind, Operator, OperatorGraph, TensorKind
 from soap.strategy.config import OpConfig, Strategy, check_config, settled_config
 
 
@@ -105,9 +105,23 @@ def _spread_devices(order: tuple[int, ...], degrees: tuple[int, ...], sample: in
 
 def shared(op: Operator, order: Sequence[int], samples: int) -> OpConfig:
     """Data parallelism of an operator that has a sample factor. ``samples``: the factor's size in the smallest micro-batch; if devices are
-    more, it is divided among as many equal groups of neighbours as can be, which do the same: what follows finds its inputs there."""
-    count = len(order)
-    return grouped(op, order, next(width for width in range(1, count + 1) if count % width == 0 and count // width <= samples))
+    more, it is divided among as many equal groups of neighbours as can be, which do the same: what follows finds its inputs there. The
+    devices of a group share the positions of a loss, which on each of them would need all scores."""
+    width = width_for(len(order), samples)
+    return grouped(op, order, width, positions_of_loss(op, width))
+
+
+def width_for(count: int, samples: int) -> int:
+    """Devices of each of the most equal groups in which so many devices can divide so many samples."""
+    return next(width for width in range(1, count + 1) if count % width == 0 and count // width <= samples)
+
+
+def positions_of_loss(op: Operator, parts: int) -> int | None:
+    """The longest factor but the samples along which a loss, a sum over all that it reads, may be split in so many parts."""
+    if sample_factor(op) is None or not all(factor.summed for factor in op.factors):
+        return None
+    found = [i for i, factor in enumerate(op.factors) if factor.kind is FactorKind.REDUCTION and factor.size >= parts]
+    return max(found, key=lambda i: (op.factors[i].size, -i), default=None)
 
 
 @lru_cache(256)

@@ -22,7 +22,7 @@ from soap.errors import StrategyError
 from soap.model.batch import MicroBatches, sample_factor
 from soap.model.graph import FactorKind, Operand, Operator, OperatorGraph, TensorKind
 from soap.strategy.config import OpConfig, Strategy, settled
-from soap.strategy.grids import device_order, fill, grouped, shared, spread, tensor_parallel_width
+from soap.strategy.grids import device_order, fill, grouped, positions_of_loss, shared, spread, tensor_parallel_width, width_for
 from soap.strategy.stages import stages_of
 from soap.strategy.tensor_parallel_chains import Chain, dense, expert_factor, find_chains, table
 
@@ -191,9 +191,8 @@ class _Placement:
                 continue
             least = cut.least_size(i, factor)
             if i in self._positions:
-                groups = count // self._context
-                width = next(width for width in range(1, groups + 1) if groups % width == 0 and groups // width <= least)
-                self._few[i] = self._grouped(i, width)
+                width = width_for(count // self._context, least)
+                self._few[i] = self._grouped(i, width, positions_of_loss(op, width * self._context))
             elif least < count:
                 self._few[i] = shared(op, self._orders[i], least)
 
@@ -369,6 +368,8 @@ class SequenceSplits:
         return max(found, key=lambda factor: (op.factors[factor].size, -factor), default=None)
 
     def _is_sequence(self, op: Operator, factor: int) -> bool:
+        if factor == positions_of_loss(op, self._width):
+            return True
         own = op.factors[factor]
         return op.partitionable and own.kind is FactorKind.ATTRIBUTE and own.size >= self._width
 
@@ -376,7 +377,7 @@ class SequenceSplits:
 def context_parallel(graph: OperatorGraph, topology: Topology) -> Strategy:
     """Positions of sequences split inside each host, data parallelism across hosts. Parameters are on all devices.
 
-    What cannot follow positions, such as a loss that takes all positions of a sample for one another, is data parallel on all devices.
+    What cannot follow positions is data parallel on all devices.
     """
     width, order = tensor_parallel_width(topology), device_order(topology)
     chosen = {i: grouped(graph.operators[i], order, width, factor) for i, factor in positions(graph, width).items()}

@@ -50,7 +50,7 @@ from soap.tracing.loss_terms import find_loss_terms, own_labels
 from soap.tracing.naming import anchor, canonical_names, group_outputs, operator_names, tensor_names
 from soap.tracing.nodes import canonical_buffers
 from soap.tracing.reader import Reader, Shapes, at_sizes, is_dynamic
-from soap.tracing.rewriting import find_equal_bags, find_grouped_queries, find_masks, unsort_experts
+from soap.tracing.rewriting import find_equal_bags, find_grouped_queries, find_masks, find_positions, unsort_experts
 from soap.tracing.routing import route_experts
 from soap.tracing.row_counting import measured_by_examples
 from soap.tracing.rules.norm import batch_norm_apply
@@ -201,6 +201,7 @@ def import_program(
         route_experts(program, _batch(program, batch_dims or {}))
         find_masks(program, plan_only=plan_only)
         find_grouped_queries(program)
+        find_positions(program)
         fold(program, plan_only=plan_only)
         decompose(program)
         fold(program, plan_only=plan_only)  # what parts of a call need beside its operands

@@ -2,7 +2,8 @@
 of samples route their own, as data parallelism does. Products get each row's expert (``rules.experts``).
 
 Calls told otherwise: bags of equally many rows, which torch writes with offsets even if their indices had two dimensions, as calls of
-our own; and grouped-query attention by ``enable_gqa``, without copies of keys and values for the queries' heads.
+our own; and grouped-query attention by ``enable_gqa``, without copies of keys and values for the queries' heads. Losses of class labels
+read samples and positions as two dimensions where these had become one, so that both may be split.
 
 Masks of attention that follow from positions alone: attention that is given one is told the band of keys instead, as
 docs/internals/tracing.md says. Masks that depend on inputs (padding) stay; their picks at all positions become views, which are split.
@@ -34,6 +35,7 @@ from soap.tracing.rules import tiled
 from soap.tracing.rules.attention import Band, in_band, scaled_dot_product_attention
 from soap.tracing.rules.experts import expert_mm
 from soap.tracing.rules.index import MODES, equal_bags
+from soap.tracing.rules.loss import BY_POSITION, MEAN
 from soap.tracing.rules.notation import is_pointwise
 
 aten = torch.ops.aten
@@ -355,6 +357,52 @@ def _step(program: Program, makers: Mapping[str, Call], name: str, kinds: tuple[
             return None
         name = source
     return None
+
+
+def find_positions(program: Program) -> None:
+    """Let losses of class labels read scores and labels as they were before samples and positions became one dimension, in place."""
+    makers = {name: call for call in program.calls for name in call.outputs}
+    program.calls = [own for call in program.calls for own in _by_position(program, makers, call)]
+    program.calls = needed(program.calls, {program.loss, *program.kept})
+
+
+def _by_position(program: Program, makers: Mapping[str, Call], call: Call) -> list[Call]:
+    """The loss over samples and positions, behind calls that do with its operands what was done to their rows. A loss of each row stays as
+    it is: its result would have other dimensions."""
+    if call.kind not in BY_POSITION or not argument(call, "reduction", MEAN):
+        return [call]
+    values, operands = program.values, call.operands[:2]
+    sides = [_before_flattening(program, makers, name) for name in operands]
+    (*rows, classes), own = (values[source].shape for source, _ in sides)
+    if (*rows,) != own or sum(size > 1 for size in own) < 2 or values[operands[0]].shape != (prod(own), classes):
+        return [call]
+    made: list[Call] = []
+    read: list[Ref] = []
+    for source, steps in sides:
+        shape = values[source].shape
+        for step in steps:
+            new = f"{step.name}:by_position"
+            made.append(replace(renamed(step, {step.operands[0]: source}), name=new, outputs=(new,)))
+            values[new] = replace(values[step.outputs[0]], name=new, shape=shape)
+            source = new
+        read.append(Ref(source))
+    options = {name: argument(call, name) for name in ("weight", "reduction", "ignore_index", "label_smoothing")}
+    given = {name: value for name, value in options.items() if value is not None}
+    return [*made, replace(call, target=BY_POSITION[call.kind], args=(), kwargs={"self": read[0], "target": read[1], **given})]
+
+
+def _before_flattening(program: Program, makers: Mapping[str, Call], name: str) -> tuple[str, list[Call]]:
+    """The value of which this one is another shape, and what is done to each element of it afterwards; the value itself if it is none."""
+    steps: list[Call] = []
+    source = name
+    while (maker := makers.get(source)) is not None and len(maker.operands) == 1:
+        if maker.kind in ("reshape", "view", "flatten", "_unsafe_view"):
+            return maker.operands[0], steps[::-1]
+        if not is_pointwise(maker) or len(maker.outputs) > 1:
+            break
+        steps.append(maker)
+        source = maker.operands[0]
+    return name, []
 
 
 LONGEST = 2**15

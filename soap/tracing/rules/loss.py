@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any, cast
 
@@ -11,19 +11,40 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from soap.model.graph import WHOLE
+from soap.tracing.calls import Call
 from soap.tracing.rules.notation import Local, Maps, Scope, Tiled, View, broadcast, broadcast_shape, rule
+
+aten = torch.ops.aten
 
 MEAN, SUM = 1, 2
 """ATen's numbers for the reductions (0: none)."""
 
 
-def _class_dim(shape: tuple[int, ...]) -> int:
-    return 1 if len(shape) > 1 else 0
+def cross_entropy_loss(self: torch.Tensor, target: torch.Tensor, **options: Any) -> torch.Tensor:
+    """ATen's loss of scores with classes as their last dimension, behind samples and positions, as language models make them."""
+    return cast(torch.Tensor, aten.cross_entropy_loss(self.flatten(0, -2), target.flatten(), **options))
+
+
+def nll_loss_nd(self: torch.Tensor, target: torch.Tensor, **options: Any) -> torch.Tensor:
+    """The same of logarithms of probabilities."""
+    return cast(torch.Tensor, aten.nll_loss_nd(self.flatten(0, -2), target.flatten(), **options))
+
+
+BY_POSITION: Mapping[str, Callable[..., torch.Tensor]] = {own.__name__: own for own in (cross_entropy_loss, nll_loss_nd)}
+"""Kind of ATen's call -> the call of our own in its place (``tracing.rewriting``)."""
+
+
+def _is_by_position(call: Call) -> bool:
+    return call.target in BY_POSITION.values()
+
+
+def _class_dim(call: Call, shape: tuple[int, ...]) -> int:
+    return len(shape) - 1 if _is_by_position(call) else min(1, len(shape) - 1)
 
 
 def _own_of(target: torch.Tensor, local: Local) -> torch.Tensor:
     """This tile's part of all targets."""
-    class_dim = _class_dim(local.shapes[0])
+    class_dim = _class_dim(local.call, local.shapes[0])
     region = tuple(slice(a, b) for i, (a, b) in enumerate(local.boxes[0]) if i != class_dim)
     return target[region]
 
@@ -70,11 +91,13 @@ def _run_cross_entropy(local: Local) -> torch.Tensor:
     smoothing = float(local.get("label_smoothing", 0.0) or 0.0) if logits else 0.0
     if local.shapes[0] == local.shapes[1]:  # targets are probabilities: their region comes along with x's
         summed = F.cross_entropy(x, local.tensors[1], weight, reduction="none" if reduction == 0 else "sum", label_smoothing=smoothing)
-        return summed / (prod(local.shapes[0]) // local.shapes[0][_class_dim(local.shapes[0])]) if reduction == MEAN else summed
+        return summed / (prod(local.shapes[0]) // local.shapes[0][_class_dim(local.call, local.shapes[0])]) if reduction == MEAN else summed
     everyone = local.tensors[1]
     told = None if local.context.counts is None else local.context.counts(local.call.name)
     targets = _own_of(everyone, local) if reduction == MEAN and told is None else everyone
     how = "none" if reduction == 0 else "sum"
+    if _is_by_position(local.call):
+        x, targets = x.flatten(0, -2), targets.flatten()
     if logits and how == "sum" and _is_plain(x, weight, smoothing):
         loss = cast(torch.Tensor, _CrossEntropy.apply(x, targets, ignore))  # type: ignore[no-untyped-call]
     elif logits:
@@ -94,11 +117,11 @@ def _count(local: Local) -> torch.Tensor:
     return _denominator(targets, None if weight is None else weight.detach().double(), ignore).double()
 
 
-@rule("aten.cross_entropy_loss", "aten.nll_loss", "aten.nll_loss_nd", "aten.nll_loss2d")
+@rule("aten.cross_entropy_loss", "aten.nll_loss", "aten.nll_loss_nd", "aten.nll_loss2d", "soap.cross_entropy_loss", "soap.nll_loss_nd")
 def cross_entropy(view: View) -> Tiled:
     """Classes are needed whole; samples and positions are free and summed. A mean needs all targets, or is told what it divides by."""
     shape = view.shapes[0]
-    class_dim = _class_dim(shape)
+    class_dim = _class_dim(view.call, shape)
     scope = Scope()
     maps = tuple(WHOLE if i == class_dim else scope.factor("b" if i == 0 else f"d{i}", size) for i, size in enumerate(shape))
     own = tuple(dim for i, dim in enumerate(maps) if i != class_dim)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from soap.tracing.rules.loss import BY_POSITION
 from tests.tracing.drawing import Draw, Drawn, call, draws
 
 
@@ -25,6 +26,18 @@ def classes(d: Draw, name: str) -> Drawn:
     target.view(-1)[0] = 0
     x = x if logits else x.log_softmax(1)
     return call(name, x, target, weight, reduction, ignored, *([smoothing] if logits else []), fixed=[weight])
+
+
+@draws("soap.cross_entropy_loss", "soap.nll_loss_nd")
+def classes_by_position(d: Draw, name: str) -> Drawn:
+    found = classes(d, name.replace("soap", "aten"))
+    while len(found.args[0].shape) < 3 or found.args[0].shape == found.args[1].shape or found.args[3] == 0:
+        found = classes(d, name.replace("soap", "aten"))
+    x, *rest = found.args
+    names = ("target", "weight", "reduction", "ignore_index", "label_smoothing")
+    given = {key: value for key, value in zip(names, rest, strict=False) if value is not None}
+    target = BY_POSITION[name.removeprefix("soap.")]
+    return Drawn(target, (), {"self": x.movedim(1, -1).contiguous(), **given}, fixed=found.fixed)
 
 
 @draws("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "kl_div", "hinge_embedding_loss", "poisson_nll_loss")
