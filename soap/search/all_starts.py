@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from soap.cluster.topology import Topology
 from soap.search.allowed_space import allowed_syncs
 from soap.search.constraints import brought_inside
-from soap.search.grid import MOST_EVALUATED, MOST_TILES, mixtures, pipelines_may_pay
+from soap.search.grid import MOST_EVALUATED, MOST_SCHEDULES, MOST_TILES, Mixture, by_other_schedules, mixtures, pipelines_may_pay
 from soap.search.layer_placement import layer_placement
 from soap.search.lossy import lossy_starts, lossy_ways
 from soap.search.offloading import budgeted_offloading, offloading_starts, with_offloading
@@ -36,10 +36,12 @@ from soap.search.starts import (
 )
 from soap.strategy.config import Strategy
 from soap.strategy.named import (
+    GATHER_AGAIN,
     OFFLOAD,
     OFFLOAD_KEPT,
     PIPELINE,
     RECOMPUTE,
+    SEQUENCE_PARALLEL,
     UNEVEN,
     base_of,
     is_simulated,
@@ -162,12 +164,13 @@ class _More:
 
     def _mixtures(self) -> bool:
         """If data parallelism lacks memory and nobody names starts, evaluate the ``grid.mixtures`` that rough costs expect to be faster
-        than the best start that fits, the most promising first. Returns whether a pipeline that keeps everything may be."""
+        than the best start that fits, the most promising first, and the best pipeline of them by other schedules. Returns whether a
+        pipeline that keeps everything may be."""
         space, topology, options, evaluator = self.space, self.topology, self.options, self.evaluator
         lacking = any(start.name == BASELINE and not start.fits for start in self.recorder.starts)
         if options.starts is not None or not lacking:
             return True
-        left, count = MOST_TILES, 0
+        left, count, pipelines = MOST_TILES, 0, list[tuple[Start, Mixture]]()
         rough = RoughCosts(evaluator.shared)
         found = mixtures(space.graph, topology, rough, evaluator.optimizer_states, recompute=options.recompute is not False)
         for own in found:
@@ -177,14 +180,30 @@ class _More:
                 break
             if hopeless or (own.stages > 1 and options.pipelines is False):
                 continue
-            strategy = named(own.name, space.graph, topology)
             left -= own.tiles
-            allowed = are_allowed(strategy.parameters, space.syncs) and is_legal(space, topology, strategy)
-            if not allowed or (count and left < 0) or not keeps_stages(space, strategy):
+            if (count and left < 0) or (start := self._mixture(own.name)) is None:
                 continue
-            self.evaluate(own.name, strategy)
             count += 1
+            if start.fits and own.stages > 1:
+                pipelines.append((start, own))
+        if pipelines:
+            start, own = min(pipelines, key=lambda one: one[0].cost_ns)
+            for schedule in by_other_schedules(own)[:MOST_SCHEDULES]:
+                self._mixture(on_top(start.name, schedule))
         return pipelines_may_pay(topology, found, PROMISING * self._least_ns)
+
+    def _mixture(self, name: str) -> Start | None:
+        """Evaluate a mixture unless the space is without it. If it lacks memory where sequences are split as well, it gathers them again in
+        the backward pass."""
+        space, topology = self.space, self.topology
+        strategy = named(name, space.graph, topology)
+        allowed = are_allowed(strategy.parameters, space.syncs) and is_legal(space, topology, strategy)
+        if not allowed or not keeps_stages(space, strategy):
+            return None
+        self.evaluate(name, strategy)
+        start = self.recorder.starts[-1]
+        keeps = name.startswith(SEQUENCE_PARALLEL) and GATHER_AGAIN not in name and self.options.recompute is not False
+        return start if start.fits or not keeps else self._mixture(on_top(name, GATHER_AGAIN))
 
     def _sharing(self) -> None:
         """Evaluate starts whose parameters are owned in parts, if they are faster than all others that fit. If there are any, every

@@ -15,15 +15,16 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from soap.cluster.topology import Topology
 from soap.errors import StrategyError
 from soap.model.batch import MicroBatches, sample_factor
 from soap.model.graph import FactorKind, Operand, Operator, OperatorGraph, TensorKind
+from soap.schedules.named import parse
 from soap.strategy.config import OpConfig, Strategy, settled
 from soap.strategy.grids import device_order, fill, grouped, positions_of_loss, shared, spread, tensor_parallel_width, width_for
-from soap.strategy.stages import stages_of
+from soap.strategy.stages import stages_of, stages_of_chunks
 from soap.strategy.tensor_parallel_chains import Chain, dense, expert_factor, find_chains, table
 
 CHEAP_FLOPS_PER_ELEMENT = 64
@@ -75,7 +76,7 @@ def hybrid(
 
     StrategyError if the number of devices is not a multiple of that, or there are more stages than operators.
     """
-    _require_groups(graph, topology, tensor * context, pipeline)
+    _require_groups(graph, topology, tensor * context, pipeline, pipeline)
     blocks = balanced_blocks(operator_work(graph), pipeline)
     for chain in find_chains(graph):
         first = blocks[min(chain.factors)]
@@ -97,11 +98,13 @@ def three_dimensional(
     scatters: bool = False,
     context: int = 1,
     experts: ExpertMapping | None = None,
+    schedule: str = "1f1b",
 ) -> Strategy:
-    """``hybrid`` as a pipeline by 1F1B: an operator reads what its own stage or one before it makes. The rest as in ``staged``.
+    """``hybrid`` as a pipeline by a schedule: an operator reads what its own chunk or one before it makes. The rest as in ``staged``.
     StrategyError as from ``hybrid``."""
-    _require_groups(graph, topology, tensor * context, pipeline)
-    blocks, chains, before = balanced_blocks(operator_work(graph), pipeline), find_chains(graph), list[int]()
+    count = pipeline * parse(schedule).chunks
+    _require_groups(graph, topology, tensor * context, pipeline, count)
+    blocks, chains, before = balanced_blocks(operator_work(graph), count), find_chains(graph), list[int]()
     while blocks != before:
         before = list(blocks)
         for chain in chains:
@@ -113,20 +116,19 @@ def three_dimensional(
                 if operand.tensor in graph.producers:
                     maker = graph.producers[operand.tensor][0]
                     blocks[maker] = min(blocks[maker], blocks[i])
-    groups = copied_stages(topology, tensor=tensor * context, pipeline=pipeline)
-    strategy = staged(
-        graph, topology, blocks, groups, tensor=tensor, microbatches=microbatches, scatters=scatters, context=context, experts=experts
-    )
-    return replace(strategy, stages=stages_of(graph, blocks), schedule="1f1b")
+    groups, stage_of = copied_stages(topology, tensor=tensor * context, pipeline=pipeline), stages_of_chunks(count, schedule)
+    lays: dict[str, Any] = {"tensor": tensor, "microbatches": microbatches, "scatters": scatters, "context": context}
+    strategy = staged(graph, topology, [stage_of[chunk] for chunk in blocks], groups, **lays, experts=experts)
+    return replace(strategy, stages=stages_of(graph, blocks), schedule=schedule)
 
 
-def _require_groups(graph: OperatorGraph, topology: Topology, tensor: int, pipeline: int) -> None:
+def _require_groups(graph: OperatorGraph, topology: Topology, tensor: int, pipeline: int, chunks: int) -> None:
     if tensor < 1 or pipeline < 1 or len(topology.workers) % (tensor * pipeline):
         raise StrategyError(
             f"{len(topology.workers)} devices in groups of {tensor} and {pipeline} stages; expected a divisor of the number of devices"
         )
-    if pipeline > len(graph.operators):
-        raise StrategyError(f"{pipeline} stages for {len(graph.operators)} operators; expected no more stages than operators")
+    if chunks > len(graph.operators):
+        raise StrategyError(f"{chunks} stages or chunks for {len(graph.operators)} operators; expected no more than operators")
 
 
 def copied_stages(topology: Topology, *, tensor: int, pipeline: int) -> list[tuple[int, ...]]:

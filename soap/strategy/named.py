@@ -11,10 +11,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import product
 from types import MappingProxyType
+from typing import Any
 
 from soap.cluster.topology import Topology
-from soap.errors import SoapWarning, StrategyError, did_you_mean
+from soap.errors import ScheduleError, SoapWarning, StrategyError, did_you_mean
 from soap.model.graph import OperatorGraph
+from soap.schedules import named as schedules
 from soap.strategy.classical import CLASSICAL, NAMED, RECOMPUTED, SYNCHRONIZED, hybrid
 from soap.strategy.config import Strategy
 from soap.strategy.consistency import ASYNC, BOUNDED, parse
@@ -40,6 +42,8 @@ GATHER_AGAIN = "gather_again"
 UNEVEN = "uneven"
 MICRO_BATCHES, CONTEXT = "microbatches", "context"
 """With ``WIDTH`` and a number behind each."""
+FIRST_SCHEDULE = "1f1b"
+"""Of stages behind which no other schedule of ``soap.schedules`` stands."""
 OF_EXPERTS = "experts"
 """With ``WIDTH`` and in how many parts they are divided behind it, and perhaps ``STAGES`` and how many devices split each matrix."""
 
@@ -116,6 +120,10 @@ def check_name(name: str) -> None:
             if base not in GROUPED or not _is_of_groups(added):
                 wanted = f"{MEGATRON}{WIDTH}N{JOIN}{OF_EXPERTS}{WIDTH}E, {OF_EXPERTS}{WIDTH}E{STAGES}T, or {CONTEXT}{WIDTH}C"
                 raise StrategyError(f"strategy {name[:80]!r}: {added[:80]!r} is for groups; expected it as in {wanted}")
+        elif _schedule(added) is not None:
+            if base not in GROUPED or len(counts) < 2:
+                wanted = f"{MEGATRON}{WIDTH}N{STAGES}P{JOIN}{added[:40]}"
+                raise StrategyError(f"strategy {name[:80]!r}: {added[:80]!r} is for stages; expected it as in {wanted}")
         elif _added(added) is None:
             known = f"{', '.join(ADDED)}, {MICRO_BATCHES}{WIDTH}N{did_you_mean(added, ADDED)}"
             raise StrategyError(f"strategy {name[:80]!r}: {added[:80]!r} cannot be put on top of another one; expected one of {known}")
@@ -126,9 +134,10 @@ def forms() -> str:
     stale = f"{_counted()}, stale with {JOIN}{ASYNC} or {JOIN}{BOUNDED}D behind it"
     return (
         f"{', '.join((*NAMED, *SIMULATED))}; {MEGATRON}{WIDTH}N (in groups of N devices); {MEGATRON}{WIDTH}N{STAGES}P (in P "
-        f"stages of such groups, by 1F1B; {SEQUENCE_PARALLEL} likewise); {RALP}{WIDTH}N (on N devices of servers); "
-        f"{stale}; with {JOIN}{f' or {JOIN}'.join(ADDED)} or {JOIN}{MICRO_BATCHES}{WIDTH}N (in N parts of the samples) behind it; "
-        f"{MEGATRON} also with {JOIN}{OF_EXPERTS}{WIDTH}E (in E parts) or {JOIN}{CONTEXT}{WIDTH}C (C groups share positions of sequences)"
+        f"stages of such groups, by 1F1B or a schedule such as {JOIN}interleaved:2 behind it; {SEQUENCE_PARALLEL} likewise); "
+        f"{RALP}{WIDTH}N (on N devices of servers); {stale}; with {JOIN}{f' or {JOIN}'.join(ADDED)} or "
+        f"{JOIN}{MICRO_BATCHES}{WIDTH}N (in N parts of the samples) behind it; {MEGATRON} also with {JOIN}{OF_EXPERTS}{WIDTH}E (in E "
+        f"parts) or {JOIN}{CONTEXT}{WIDTH}C (C groups share positions of sequences)"
     )
 
 
@@ -148,7 +157,15 @@ def _count(added: str, name: str) -> int | None:
 
 def _is_of_groups(added: str) -> bool:
     """Whether this says how groups are made, rather than what is put on top of them."""
-    return _mapping(added) is not None or _count(added, CONTEXT) is not None
+    return _mapping(added) is not None or _count(added, CONTEXT) is not None or _schedule(added) is not None
+
+
+def _schedule(added: str) -> str | None:
+    """This name if it is that of a schedule."""
+    try:
+        return str(schedules.parse(added))
+    except ScheduleError:
+        return None
 
 
 def _mapping(added: str) -> ExpertMapping | None:
@@ -180,10 +197,13 @@ def named(name: str, graph: OperatorGraph, topology: Topology, found_one: Strate
     elif base in GROUPED:
         tensor, _, stages = (width or str(tensor_parallel_width(topology))).partition(STAGES)
         parts, context = (next((n for added in rest if (n := _count(added, own)) is not None), 1) for own in (MICRO_BATCHES, CONTEXT))
-        make, scatters = three_dimensional if stages else hybrid, base == SEQUENCE_PARALLEL
         own = next((lie for added in rest if (lie := _mapping(added)) is not None), None)
-        degrees = {"tensor": int(tensor), "pipeline": int(stages or 1), "microbatches": parts, "context": context}
-        strategy = make(graph, topology, **degrees, scatters=scatters, experts=own)
+        lays: dict[str, Any] = {"tensor": int(tensor), "microbatches": parts, "context": context, "scatters": base == SEQUENCE_PARALLEL}
+        if stages:
+            schedule = next((one for added in rest if (one := _schedule(added)) is not None), FIRST_SCHEDULE)
+            strategy = three_dimensional(graph, topology, **lays, pipeline=int(stages), experts=own, schedule=schedule)
+        else:
+            strategy = hybrid(graph, topology, **lays, experts=own)
     else:
         strategy = NAMED[base](graph, topology)
     for added in rest:

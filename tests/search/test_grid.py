@@ -14,7 +14,7 @@ from soap.model.batch import MAX_MICROBATCHES
 from soap.model.graph import OperatorGraph
 from soap.profiles.roofline import RooflineCosts
 from soap.search import all_starts, chains
-from soap.search.grid import Mixture, mixtures, pipelines_may_pay
+from soap.search.grid import Mixture, by_other_schedules, mixtures, pipelines_may_pay
 from soap.search.options import SearchOptions
 from soap.search.pipeline_moves import MICROBATCHES, pipeline_moves
 from soap.search.rough_costs import RoughCosts
@@ -25,6 +25,7 @@ from soap.strategy.named import RECOMPUTE, named
 from soap.strategy.stages import devices_of_stages
 from tests.graph_builder import mlp, transformer
 from tests.strategies import CPU, GPU, cluster
+from tests.test_expert_parallel import experts
 
 GRAPH, TOPOLOGY = transformer(batch=16, layers=4), cluster([4, 4], GPU)
 
@@ -95,8 +96,33 @@ def test_without_stages_values_are_in_parts_too_where_states_in_parts_lack_memor
     assert without < with_pipeline
 
 
+def test_schedules_that_are_less_idle_come_by_how_idle_they_are() -> None:
+    """Eight stages are idle for 21 passes that all take one unit by 1F1B, for 21/4 and 21/2 of them by chunks (Narayanan et al. 2021), for 7
+    if passes for weights fill in, and for none in two chunks like a V (Qi et al. 2023, 2024)."""
+    found = by_other_schedules(Mixture("sequence_parallel:2x8", 8, 64, "", 100, 80, 0, 1))
+    assert [name for name in found if not name.startswith("v-")] == ["zb-v", "interleaved:4", "zb-1p", "interleaved:2"]
+    assert by_other_schedules(Mixture("sequence_parallel:2x64", 64, 64, "", 100, 80, 0, 1)) == []
+    for name in found:
+        strategy = named(f"sequence_parallel:2x2+{name}+microbatches:8", GRAPH, TOPOLOGY)
+        strategy.validate(GRAPH, TOPOLOGY.device_count)
+        assert strategy.schedule == name and len(devices_of_stages(GRAPH, strategy)) == 2
+
+
+def test_experts_are_divided_among_a_host_s_devices_or_all() -> None:
+    graph = experts(8)
+    found = grid(graph=graph)
+    mappings = {next((part for part in name.split("+") if part.startswith("experts")), "") for name in found}
+    assert mappings == {"", "experts:4", "experts:8"}
+    assert found["megatron:1+experts:8+zero1+microbatches:2"].lacking_bytes <= found["zero1+microbatches:2"].lacking_bytes
+    for name, own in found.items():
+        if "experts" in name:
+            strategy = named(name, graph, TOPOLOGY)
+            strategy.validate(graph, TOPOLOGY.device_count)
+            assert len(devices_of_stages(graph, strategy)) == own.stages
+
+
 def test_pipelines_may_pay_where_one_that_keeps_everything_fits_and_is_fast() -> None:
-    fits = Mixture("megatron:1x2", 2, "", 100, 80, 0, 1)
+    fits = Mixture("megatron:1x2", 2, 2, "", 100, 80, 0, 1)
     assert pipelines_may_pay(TOPOLOGY, [fits], 80) and not pipelines_may_pay(TOPOLOGY, [fits], 79)
     for other in (replace(fits, again="selective"), replace(fits, stages=1), replace(fits, lacking_bytes=1)):
         assert not pipelines_may_pay(TOPOLOGY, [other], 80)
@@ -112,7 +138,7 @@ def test_only_what_is_expected_to_be_faster_than_what_fits_is_evaluated(fits: bo
     topology = replace(TOPOLOGY, limits=(int(0.9 * needed) if fits else 100,) * TOPOLOGY.device_count)
     simulator = Simulator(GRAPH, topology, RooflineCosts(topology))
     names = "sequence_parallel:2x2+zero1+recompute+microbatches:4", "megatron:1x2+zero1+recompute+microbatches:2"
-    known = [Mixture(names[0], 2, RECOMPUTE, 1, 1, 0, 1), Mixture(names[1], 2, RECOMPUTE, 2**60, 2**60, 0, 1)]
+    known = [Mixture(names[0], 2, 4, RECOMPUTE, 1, 1, 0, 1), Mixture(names[1], 2, 2, RECOMPUTE, 2**60, 2**60, 0, 1)]
     monkeypatch.setattr(all_starts, "mixtures", lambda *own, **options: known)
     asked = list[bool | None]()
     monkeypatch.setattr(all_starts, "pipeline_start", lambda *own, wanted, named: asked.append(wanted))
