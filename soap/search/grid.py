@@ -28,7 +28,7 @@ from soap.search.rough_costs import RoughCosts
 from soap.simulator.memory.footprint import kept_share, product_share
 from soap.simulator.simulate import MOST_PLANNED_TILES
 from soap.strategy.config import Strategy
-from soap.strategy.grids import tensor_parallel_width
+from soap.strategy.grids import device_order, tensor_parallel_width
 from soap.strategy.megatron import ExpertMapping, hybrid
 from soap.strategy.named import (
     DATA_PARALLEL,
@@ -81,7 +81,7 @@ def mixtures(graph: OperatorGraph, topology: Topology, rough: RoughCosts, optimi
     """The grid of widths of tensor parallelism, up to ``MOST_STAGES`` stages, micro-batches and recomputation, the most promising first;
     without data parallelism of all samples at once. ``recompute``: whether operators may run again. More than two copies own nothing in
     parts where two are more than ``MOST_PLANNED_TILES``: engines play such copies only if they own all (``FoldedCommunication``)."""
-    samples, count, found = samples_of(graph) or 1, len(topology.workers), list[Mixture]()
+    samples, count, found, order = samples_of(graph) or 1, len(topology.workers), list[Mixture](), device_order(topology)
     extents = EXTENTS.items() if recompute else [("", STAYS)]
     for tensor, mapping in product(_widths(graph, topology), _mappings(graph, topology)):
         own = _figures(graph, hybrid(graph, topology, tensor=tensor, scatters=True, experts=mapping), rough)
@@ -94,13 +94,15 @@ def mixtures(graph: OperatorGraph, topology: Topology, rough: RoughCosts, optimi
                     continue
                 busy_ns = own.passes_ns + own.again_ns[extent]
                 filled_ns, least_ns = (busy_ns + busy_ns * (stages - 1) // (parts * chunks) for chunks in (1, max(CHUNKS)))
+                sum_ns = rough.communication.allreduce(own.trained_bytes, order[:: tensor * stages])[0] if copies > 1 else 0
                 kept_bytes = own.kept_bytes[extent] * min(stages, parts) // parts
                 few = min(parts, FEW + stages)
                 owned = copies > 1 and (copies <= LEFT or LEFT * len(graph.operators) * tensor * few <= MOST_PLANNED_TILES)
                 states = optimizer_states / copies if owned else optimizer_states
                 held_bytes, limit = round(own.trained_bytes * (2 + states)) // stages + kept_bytes, min(topology.memory_limits)
                 sharing = ("fsdp" if parts == 1 or (stages == 1 and held_bytes > limit) else "zero1") if owned else ""
-                if sharing == "fsdp":  # about
+                if sharing == "fsdp":  # about: each micro-batch gathers values twice and scatters gradients, while others compute
+                    filled_ns = least_ns = max(filled_ns, 3 * sum_ns * parts // 2)
                     held_bytes = round(own.trained_bytes * (2 + optimizer_states) / copies) + kept_bytes
                 name = _name(tensor, stages, parts, mapping, sharing, again)
                 lacking_bytes = max(0, held_bytes - limit)
