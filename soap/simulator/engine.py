@@ -26,7 +26,7 @@ from soap.simulator.compiled.history import complete, make_history, retrace
 from soap.simulator.compiled.lists import missing_entry
 from soap.simulator.compiled.pass_order import pass_tables, repeated
 from soap.simulator.compiled.played import held_resources
-from soap.simulator.compiled.rebuild import Held, lower_all
+from soap.simulator.compiled.rebuild import STEPS, Held
 from soap.simulator.compiled.scratch import FULL, make_scratch
 from soap.simulator.compiled.shards import Geometries
 from soap.simulator.compiled.state import ARENA, SLOTS, Groups, ShardTables, State, SyncTemplates, make_state
@@ -128,7 +128,7 @@ def write_edit(
 
 
 def held_arrays(variants: Variants, configs: Sequence[OpConfig]) -> tuple[Ints, Ints, Ints, Ints]:
-    """All operators' configurations as ``lower_all`` takes them: variants, replicas, devices of all tiles, and marks."""
+    """All operators' configurations as ``STEPS`` take them: variants, replicas, devices of all tiles, and marks."""
     numbers = [variants.number(i, config.degrees, config.shares) for i, config in enumerate(configs)]
     replicas, marked = [config.replicas for config in configs], [mark_of(config) for config in configs]
     parts = variants.micro_batches.parts
@@ -224,9 +224,23 @@ class Engine:
             self._make_state()
 
     def _lower(self, *held: Ints) -> None:
-        """Lower a strategy from scratch. ``held``: see ``lower_all``."""
-        self._try(lambda: self._lower_all(*held))
-        self._lowered = self.state.used.copy()
+        """Lower a strategy from scratch. ``held``: see ``held_arrays``. A step that lacks an entry of a table begins anew, and none before
+        it."""
+        state, used = None, list[Longs]()
+
+        def lower() -> None:
+            nonlocal state
+            if state is not self._parts["state"]:
+                state = self._parts["state"]
+                used[:] = [self.state.used.copy()]
+                self.state.sync[: len(self._codes)], self.state.prefetch[0] = self._codes, self._loaded.prefetch
+            for step in STEPS[len(used) - 1 :]:
+                self.state.used[:] = used[-1]
+                step(self.world, handle(Held(*held)))
+                used.append(self.state.used.copy())
+
+        self._try(lower)
+        self._lowered, self._read = self.state.used.copy(), self.state.dev_ptr.copy()
 
     def simulate(self) -> int:
         """Makespan in ns of the loaded strategy, from a full simulation, which the next delta simulations start from."""
@@ -427,11 +441,6 @@ class Engine:
     def held(self, slots: Ints) -> tuple[Longs, Longs]:
         """``held_resources`` of the tasks in these slots."""
         return held_resources(self.state, slots, self._tables.groups().static)
-
-    def _lower_all(self, *held: Ints) -> None:
-        self.state.sync[: len(self._codes)], self.state.prefetch[0] = self._codes, self._loaded.prefetch
-        lower_all(self.world, handle(Held(*held)))
-        self._read = self.state.dev_ptr.copy()
 
     def _renew_state(self) -> None:
         """Drop the old blocks of accepted changes; if there are none, grow. Then lower and simulate again, with ``ROOM`` times what that

@@ -1,4 +1,4 @@
-"""Lowers a whole strategy (compiled)."""
+"""Lowers a whole strategy (compiled), in ``STEPS``."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Held(NamedTuple):
 
 
 @entry
-def lower_all(W: World, held: Held) -> None:
-    """Make the state of a strategy from scratch."""
+def lower_operators(W: World, held: Held) -> None:
+    """Begin the state of a strategy: the tasks of its operators, in their order."""
     G, V, C = W.graph, W.variants, W.state
     variants, replicas, devices, marked = held.variants, held.replicas, held.devices, held.marked
     operators = len(G.backward)
@@ -53,8 +53,23 @@ def lower_all(W: World, held: Held) -> None:
         count_backward(G, C, op, 1)
     fill(C.follow, 0, len(C.follow), 0)
     link_passes(W)
+
+
+@entry
+def lower_pulls(W: World, held: Held) -> None:
+    """Go on with what operators wait for: rows that they look up, and values."""
     make_pulls(W)
-    count_rows(C, C.pull_slot[0], C.used[PULLS], 1)
+    count_rows(W.state, W.state.pull_slot[0], W.state.used[PULLS], 1)
+
+
+@entry
+def lower_syncs(W: World, held: Held) -> None:
+    """Go on with sums of gradients and updates."""
+    C = W.state
     synchronize(W)
     for slot in range(len(C.alias)):
         C.alias[slot] = slot
+
+
+STEPS = (lower_operators, lower_pulls, lower_syncs)
+"""In this order. One that ends because a table lacks something has changed no more of the state than ``State.used`` says."""

@@ -94,6 +94,8 @@ class Held(NamedTuple):
 
 
 _PARAMETERS: WeakKeyDictionary[KeptParameter, tuple[OperatorGraph, Held]] = WeakKeyDictionary()
+_UsesByPart = dict[KeptRegion, dict[int, list[tuple[int, int]]]]
+"""By region and micro-batch: (operator, tile) that use it."""
 _SYNCS: WeakKeyDictionary[KeptRegion, tuple[OperatorGraph, Sequence[ref[KeptRegion]], dict[int | None, Held]]] = WeakKeyDictionary()
 """By a synchronization's first region: all of its regions, and by micro-batch what is held for it; of the last one that begins with it."""
 
@@ -300,6 +302,7 @@ def _owned(plan: Plan, kept: KeptParameter) -> Held:
 def held_for_syncs(plan: Plan) -> Iterator[Held]:
     """All that is held for each synchronization."""
     first: dict[int, KeptRegion] = {}
+    uses: _UsesByPart = {}
     number = 0
     for kept in plan.kept:
         for region in kept.regions:
@@ -312,12 +315,12 @@ def held_for_syncs(plan: Plan) -> Iterator[Held]:
         if known is None or known[0] is not plan.graph or known[1] != refs:
             known = _SYNCS[regions[0]] = plan.graph, refs, {}
         if sync.part not in known[2]:
-            known[2][sync.part] = _held_for(plan, sync, regions)
+            known[2][sync.part] = _held_for(plan, sync, regions, uses)
         yield known[2][sync.part]
 
 
-def _held_for(plan: Plan, sync: ShardSync, regions: Sequence[KeptRegion]) -> Held:
-    maker, names, groups = _Maker(plan, sync.part), [own.parameter for own in sync.regions], dict[int | None, int]()
+def _held_for(plan: Plan, sync: ShardSync, regions: Sequence[KeptRegion], uses: _UsesByPart) -> Held:
+    maker, names, groups = _Maker(plan, sync.part, uses), [own.parameter for own in sync.regions], dict[int | None, int]()
     for own in method_for(sync).holds(plan, sync):
         group = NEVER
         if own.gradients_of:
@@ -333,10 +336,11 @@ def _held_for(plan: Plan, sync: ShardSync, regions: Sequence[KeptRegion]) -> Hel
 
 
 class _Maker:
-    """Makes the tables of what is held of a parameter, or for a synchronization. ``part``: with the uses of this micro-batch alone."""
+    """Makes the tables of what is held of a parameter, or for a synchronization. ``part``: with the uses of this micro-batch alone.
+    ``uses``: those that are known."""
 
-    def __init__(self, plan: Plan, part: int | None = None) -> None:
-        self._plan, self._part = plan, part
+    def __init__(self, plan: Plan, part: int | None = None, uses: _UsesByPart | None = None) -> None:
+        self._plan, self._part, self._by_part = plan, part, {} if uses is None else uses
         self._holds: list[tuple[int, ...]] = []
         self._uses: list[tuple[int, ...]] = []
         self._names: dict[str, int] = {}
@@ -350,15 +354,22 @@ class _Maker:
         for region in regions:
             if parameter:
                 number, size = region_number(plan.graph, parameter, region.box), box_bytes(plan, parameter, region.box)
-            for operator, tile, _ in region.uses:
-                if self._is_of_part(operator, tile) and (device is None or plan.deliveries[operator].tile_devices[tile] == device):
+            for operator, tile in self._uses_of(region):
+                if device is None or plan.deliveries[operator].tile_devices[tile] == device:
                     self._uses.append((into, operator, tile, number, size))
         return into
 
-    def _is_of_part(self, operator: int, tile: int) -> bool:
+    def _uses_of(self, region: KeptRegion) -> Sequence[tuple[int, int]]:
+        """(operator, tile) that use a region, in this micro-batch if there is one."""
         plan = self._plan
-        config = plan.strategy.operators[plan.graph.operators[operator].name]
-        return self._part is None or part_of(config, tile, plan.strategy.microbatches) == self._part
+        if self._part is None:
+            return [(operator, tile) for operator, tile, _ in region.uses]
+        if region not in self._by_part:
+            found = self._by_part[region] = dict[int, list[tuple[int, int]]]()
+            for operator, tile, _ in region.uses:
+                config = plan.strategy.operators[plan.graph.operators[operator].name]
+                found.setdefault(part_of(config, tile, plan.strategy.microbatches), []).append((operator, tile))
+        return self._by_part[region].get(self._part, ())
 
     def add(self, own: Hold, used: int, group: int, *, at_once: bool = False) -> None:
         """Add something that is held. ``used``, ``group``, ``at_once``: see ``Holds``."""

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from soap.cluster.topology import Topology
 from soap.model.graph import Operator, OperatorGraph
 from soap.plan.delivery import box_bytes
-from soap.plan.marks.seam import NOTHING
 from soap.plan.plan import Plan
 from soap.plan.syncs.amounts import COPIES, COUNT_BYTES, INDEX_BYTES
 from soap.plan.syncs.seam import method_for
@@ -30,9 +29,10 @@ def host_use(plan: Plan, topology: Topology, optimizer_states: int = 2) -> tuple
         for device in plan.accelerators.intersection(shard.devices):
             kept = (2 + optimizer_states) * box_bytes(plan, shard.parameter, shard.box)
             result[topology.devices[device].host] += kept + (COUNT_BYTES if optimizer_states > 1 else 0)
-    for tile in plan.tiles if plan.marked else ():
-        for hold in plan.marked.get(tile.operator, NOTHING).holds:
-            if hold.on_host and tile.device in plan.accelerators:
+    on_host = {operator: [hold for hold in marked.holds if hold.on_host] for operator, marked in plan.marked.items()}
+    for tile in plan.tiles if any(on_host.values()) else ():
+        for hold in on_host.get(tile.operator, ()):
+            if tile.device in plan.accelerators:
                 result[topology.devices[tile.device].host] += amount_bytes(plan.graph, tile, hold.amount)
     for sync in plan.syncs:
         for device, size in method_for(sync).host_buffers(plan, sync):
