@@ -174,14 +174,13 @@ class _Values:
         there = pieces.carrier >= 0
         begun = least(pieces.fetch[there], spans.brought_start[pieces.carrier[there]], size, NEVER)
         until = most(readers.fetch, self._times.needed, size, 0)
-        answered = fetches.gradient & any_of(readers.fetch[self._times.goes_back[readers.tile]], size)
-        until = np.maximum(until, np.where(answered, self._times.taken, 0))
         own = np.flatnonzero(fetches.remote)
         again = least(pieces.fetch[there], spans.gathered_start[pieces.carrier[there]], size, NEVER)
         twice = own[again[own] != NEVER]
         first = np.where(again != NEVER, most(readers.fetch, spans.forward_end[readers.tile], size, 0), until)
         self._hold(fetches.device[own], begun[own], first[own], fetches.bytes[own], MemoryKind.KEPT, late=True)
-        self._hold(fetches.device[twice], again[twice], until[twice], fetches.bytes[twice], MemoryKind.KEPT, late=True)
+        come = most(pieces.fetch[there], spans.gathered_end[pieces.carrier[there]], size, NEVER)
+        self._hold(fetches.device[twice], again[twice], np.maximum(until, come)[twice], fetches.bytes[twice], MemoryKind.KEPT, late=True)
         joined, apart = least(readers.fetch, spans.forward_start[readers.tile], size, 0), np.flatnonzero(pieces.apart)
         fetch, start = pieces.fetch[apart], spans.brought_start[pieces.carrier[apart]]
         self._hold(fetches.device[fetch], start, joined[fetch], pieces.bytes[apart], MemoryKind.BUFFERS, late=True)

@@ -236,21 +236,19 @@ class _Values:
 
     def fetched(self) -> None:
         """Fetched regions that are assembled or received, and pieces that are received in buffers of their own first."""
-        plan, graph = self.plan, self.plan.graph
-        apart = received_apart(plan)
+        plan, apart = self.plan, received_apart(self.plan)
         for number, fetch in enumerate(plan.fetches):
             size, ends = box_bytes(plan, fetch.tensor, fetch.box), [self.spans.needed(tile, fetch.tensor) for tile, _ in fetch.consumers]
             remote = [place for place, piece in enumerate(fetch.pieces) if is_remote(plan, fetch, piece)]
             if remote:
                 arrivals = [self.spans.brought[number, place] for place in remote]
                 begun = min(start for start, _ in arrivals)
-                taken = self.spans.taken(number) if any(tile in self.spans.backward for tile, _ in fetch.consumers) else 0
-                until = max([*ends, taken if graph.tensors[fetch.tensor].requires_grad else 0])
-                again = [own[0] for place in remote if (own := self.spans.gathered.get((number, place))) is not None]
-                first = max(self.spans.forward[tile][1] for tile, _ in fetch.consumers) if again else until
+                again = [own for place in remote if (own := self.spans.gathered.get((number, place))) is not None]
+                first = max(self.spans.forward[tile][1] for tile, _ in fetch.consumers) if again else max(ends)
                 self.hold(fetch.device, begun, first, size, MemoryKind.KEPT, late=True)
                 if again:
-                    self.hold(fetch.device, min(again), until, size, MemoryKind.KEPT, late=True)
+                    begun, come = min(start for start, _ in again), max(end for _, end in again)
+                    self.hold(fetch.device, begun, max(*ends, come), size, MemoryKind.KEPT, late=True)
                 readers = [tile for tile, _ in fetch.consumers if tile in self.spans.backward]
                 begins = [self.spans.second[t][0] if t in self.spans.second else self.spans.back_at([t], 0) for t in readers]
                 joined = min(self.spans.forward[tile][0] for tile, _ in fetch.consumers)

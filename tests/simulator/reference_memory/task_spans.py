@@ -144,17 +144,16 @@ class TaskSpans:
 
     @cached_property
     def read_until(self) -> dict[int, int]:
-        """Holding -> until when its value is held for its readers: until the last read, and until its gradient is needed. Of a recomputed
-        tile's holdings this is said of what its first run has made."""
+        """Holding -> until when its value is held for its readers. Of a recomputed tile's holdings this is said of what its first run has
+        made."""
         found: dict[int, int] = {}
         for (number, place), holding in self._pieces():
             fetch = self.plan.fetches[number]
-            linked = self._linked(number, holding)
+            linked = self._linked(number, holding) if holding in self.dropped else []
             read = self._read(fetch, (number, place), [tile for tile, _ in fetch.consumers if tile not in linked])
             read = max([read, *(self.forward[tile][1] for tile in linked)])
-            answered = 0 if holding in self.dropped else self._answered(number, holding)
             gathered = 0 if holding in self.dropped else self._gathered(number)
-            found[holding] = max(found.get(holding, 0), read, answered, gathered)
+            found[holding] = max(found.get(holding, 0), read, gathered)
         return found
 
     def _gathered(self, number: int) -> int:
@@ -174,8 +173,7 @@ class TaskSpans:
                 apart = [reader for reader in linked if self.segment[reader] != self.segment[tile]]
                 read = self._read(self.plan.fetches[number], (number, place), apart, again=True)
                 here = [self.used(reader, self.plan.fetches[number].tensor) for reader in linked if reader not in apart]
-                others = self._answered(number, holding), self._gathered(number)
-                found[holding] = max([found.get(holding, 0), read, *others, *here])
+                found[holding] = max([found.get(holding, 0), read, self._gathered(number), *here])
         return found
 
     def _linked(self, number: int, holding: int) -> list[int]:
@@ -236,21 +234,6 @@ class TaskSpans:
             for place, operand in enumerate((*op.inputs, *op.parameters, *op.outputs)):
                 found[-1].setdefault(operand.tensor, []).append(place)
         return found
-
-    def _answered(self, number: int, holding: int) -> int:
-        """Until when a holding waits for the gradient of a fetch that another segment reads: until its own segment's backward pass begins.
-        0 if it does not wait."""
-        held, fetch = self.plan.holdings[holding], self.plan.fetches[number]
-        readers = [tile for tile, _ in fetch.consumers if tile in self.backward]
-        if not readers or not self.plan.graph.tensors[held.tensor].requires_grad:
-            return 0
-        if held.reduction is not None and len(fetch.pieces) > 1:  # it is not needed once the region is assembled
-            return 0
-        makers = [held.tile] if held.reduction is None else self.plan.reductions[held.reduction].tiles
-        segments = {self.segment[tile] for tile in makers if self.plan.tiles[tile].device == held.device}
-        if held.reduction is None and {self.segment[tile] for tile in readers} <= segments:
-            return 0
-        return min((self.begun.get(segment, 0) for segment in segments), default=0)
 
     def summed_from(self, reduction: Reduction) -> Span:
         """When the devices of a reduction sum; with a single device, when its last tile runs."""
