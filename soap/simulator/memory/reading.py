@@ -44,7 +44,7 @@ def _read(arrays: PlanArrays, spans: Spans, times: Derived, linked: Bools) -> Lo
     ends, again = _ends(arrays, spans, times), times.again[readers.tile]
     read = most(readers.fetch, ends, size, 0)[pieces.fetch]
     if linked.any():
-        apart = most(readers.fetch, np.where(again, spans.forward_end[readers.tile], ends), size, 0)
+        apart = most(readers.fetch, np.where(again, times.passed, ends), size, 0)
         read = np.where(linked, apart[pieces.fetch], read)
     joined = least(readers.fetch, spans.forward_start[readers.tile], size, 0)
     read = np.where(arrays.fetches.remote[pieces.fetch], joined[pieces.fetch], read)

@@ -32,8 +32,8 @@ class TaskSpans:
     the copies of what it keeps to its host, and back (from its need on, when ranks allot the memory). ``sizes``: by tile. ``named``: by
     task name. ``ready``: by name of a synchronization, when all that it waits for is over. ``brought``, ``returned``: by part, of the
     transfer of the part and of its gradient; ``gathered``: of its second time; ``summed_again``: by reduction, of its second time.
-    ``segment``: tile -> the first tile of its segment. ``begun``: first tile of a
-    segment -> start of its backward pass.
+    ``segment``: tile -> the first tile of its segment. ``begun``: first tile of a segment -> start of its backward pass. ``views``: (tile,
+    tensor that it reads) -> when what it makes in that memory has gone, of the first run and of the second.
     """
 
     def __init__(self, tasks: TaskGraph, run: AsRun) -> None:
@@ -42,6 +42,7 @@ class TaskSpans:
         self.plan, self.end_ns = tasks.plan, schedule.makespan_ns
         self.sizes = tile_sizes(tasks.plan)
         self._wanted: dict[int, Span] = {}
+        self.views: dict[tuple[int, str], Span] = {}
         self.forward: dict[int, Span] = {}
         self.backward: dict[int, Span] = {}
         self.weights: dict[int, Span] = {}
@@ -142,6 +143,12 @@ class TaskSpans:
             for place, piece in enumerate(fetch.pieces):
                 yield (number, place), piece.holding
 
+    def view(self, views: dict[tuple[int, str], Span]) -> None:
+        """Note ``views``, and forget what depends on them."""
+        self.views = views
+        for name in ("read_until", "read_again_until"):
+            self.__dict__.pop(name, None)
+
     @cached_property
     def read_until(self) -> dict[int, int]:
         """Holding -> until when its value is held for its readers. Of a recomputed tile's holdings this is said of what its first run has
@@ -151,7 +158,7 @@ class TaskSpans:
             fetch = self.plan.fetches[number]
             linked = self._linked(number, holding) if holding in self.dropped else []
             read = self._read(fetch, (number, place), [tile for tile, _ in fetch.consumers if tile not in linked])
-            read = max([read, *(self.forward[tile][1] for tile in linked)])
+            read = max([read, *(self.passed(tile, fetch.tensor) for tile in linked)])
             gathered = 0 if holding in self.dropped else self._gathered(number)
             found[holding] = max(found.get(holding, 0), read, gathered)
         return found
@@ -207,13 +214,21 @@ class TaskSpans:
     def needed(self, number: int, tensor: str) -> int:
         """Until when a tile needs its region of an operand: the end of its backward task if autograd keeps it, or of the copy to its host,
         else of its last run forward. What waits for weight gradients keeps inputs that get gradients."""
+        viewed = max(self.views.get((number, tensor), (0, 0)))
         if number in self.weights and self.plan.graph.tensors[tensor].requires_grad:
-            return self.last(number)
-        return self.left(number, tensor) if self._keeps(number, tensor) else self.second.get(number, self.forward[number])[1]
+            return max(viewed, self.last(number))
+        run_end = self.second.get(number, self.forward[number])[1]
+        return max(viewed, self.left(number, tensor) if self._keeps(number, tensor) else run_end)
+
+    def passed(self, number: int, tensor: str) -> int:
+        """``needed`` in the tile's first run."""
+        return max(self.forward[number][1], self.views.get((number, tensor), (0, 0))[0])
 
     def used(self, number: int, tensor: str) -> int:
         """``needed`` of what a tile's segment makes by itself. It is gone when its tiles have computed, one after the other."""
-        return self.left(number, tensor) if self._keeps(number, tensor) else self.second_work.get(number, self.forward[number])[1]
+        viewed = self.views.get((number, tensor), (0, 0))[1]
+        computed = self.second_work.get(number, self.forward[number])[1]
+        return max(viewed, self.left(number, tensor) if self._keeps(number, tensor) else computed)
 
     def left(self, number: int, tensor: str = "") -> int:
         """Until when a tile holds what it keeps, beside what comes back from its host; of a ``tensor``, unless that is never offloaded."""
