@@ -29,6 +29,7 @@ from soap.model.graph import OperatorGraph
 from soap.model.other_batch import with_samples
 from soap.simulator.kernels import Kernels
 from soap.strategy.config import Strategy
+from soap.strategy.grids import grouped, positions_of_loss
 from soap.strategy.megatron import ExpertMapping, hybrid
 from soap.strategy.named import ADDED
 from soap.strategy.recomputation import RECOMPUTED, gathering_again, in_micro_batches, recomputed, with_repeatable_levels
@@ -303,6 +304,8 @@ def strategy_of(row: Row, own: Said, graph: OperatorGraph, topology: Topology) -
     else:
         strategy = hybrid(graph, topology, **lays)
         strategy = in_micro_batches(graph, strategy, own.microbatches)
+    if row.get("source") in WHOLE_SCORES:
+        strategy = with_whole_scores(graph, strategy)
     if own.sharding != "none":
         strategy = ADDED[own.sharding](graph, topology, strategy)
     if own.recompute == "full":
@@ -316,6 +319,22 @@ def strategy_of(row: Row, own: Said, graph: OperatorGraph, topology: Topology) -
         strategy = with_repeatable_levels(graph, strategy, dict.fromkeys(names, RECOMPUTED))
     again = own.recompute != "none" or (lays["scatters"] and GATHERED_AGAIN.search(str(row["kernels"])) is not None)
     return gathering_again(graph, strategy) if again else strategy
+
+
+WHOLE_SCORES = ("aleph",)
+"""Sources in whose trainers each device of a group takes the loss of all scores of its samples: Aleph Alpha's ``TransformerLMHead`` of
+``scaling`` gathers them (``parallel_output`` is off), and ``CrossEntropyLoss`` reads all of them in float32."""
+
+
+def with_whole_scores(graph: OperatorGraph, strategy: Strategy) -> Strategy:
+    """The strategy whose losses are not split along positions: devices that shared these do the same."""
+    changed = {}
+    for op in graph.operators:
+        config = strategy.operators[op.name]
+        factor = positions_of_loss(op, 2)
+        if factor is not None and config.degrees[factor] > 1:
+            changed[op.name] = grouped(op, config.devices, config.degrees[factor])
+    return strategy.with_changes(operators=changed)
 
 
 GATHERED_AGAIN = re.compile("Megatron|Transformer Engine")

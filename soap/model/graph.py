@@ -256,6 +256,7 @@ class Footprint:
     outputs, if a second run needs it. ``fixed``: the part of these four, in this order, that does not shrink when a factor is cut. By
     position among inputs, parameters and outputs: ``keeps``: which autograd keeps. ``in_rows``: which outputs certainly lie row by row, and
     gradients of which others do, by themselves: autograd takes these, and copies others. ``spread``: whose gradients repeat few numbers.
+    ``views``: (output, input), each by position among its kind: the output has the input's memory, or a part of it.
     """
 
     kept_bytes: int
@@ -266,6 +267,12 @@ class Footprint:
     product_bytes: int = 0
     in_rows: frozenset[int] = frozenset()
     spread: frozenset[int] = frozenset()
+    views: frozenset[tuple[int, int]] = frozenset()
+
+    @property
+    def lies(self) -> frozenset[int]:
+        """The outputs that have an input's memory, by position among outputs."""
+        return frozenset([output for output, _ in self.views])
 
     @property
     def sizes_bytes(self) -> tuple[int, int, int, int]:

@@ -392,31 +392,41 @@ class _Given(torch.autograd.Function):
         return given
 
 
-class _Stand(torch.autograd.Function):
-    """A number that stands for one output. What it is worth is known when the backward pass begins."""
+class _Root(torch.autograd.Function):
+    """``root_of``."""
 
     @staticmethod
-    def forward(ctx: Any, answers: list[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
-        ctx.answers = answers
-        return output.new_zeros((), dtype=part_of(output.dtype))
+    def forward(ctx: Any, output: torch.Tensor) -> torch.Tensor:
+        return hollow(output)
 
     @staticmethod
-    def backward(ctx: Any, *_: torch.Tensor) -> tuple[None, torch.Tensor]:
-        return None, ctx.answers.pop()
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient  # the same tensor: autograd counts who refers to it
 
 
-class Awaited:
-    """An output that is answered by a gradient later, and need not be there until then. ``stand``: what ``given`` takes in its place."""
+def root_of(output: torch.Tensor) -> torch.Tensor:
+    """A tensor without memory from which a backward pass begins in place of an output, whose values need not be there until then."""
+    return cast(torch.Tensor, _Root.apply(output))  # type: ignore[no-untyped-call]
 
-    def __init__(self, output: torch.Tensor) -> None:
-        self.dtype = output.dtype
-        self._answers: list[torch.Tensor] = []
-        self.stand = cast(torch.Tensor, _Stand.apply(self._answers, output))  # type: ignore[no-untyped-call]
 
-    def answer(self, gradient: torch.Tensor, passes: int = 1) -> torch.Tensor:
-        """Give the output's gradient, for so many backward passes; returns that of ``stand``."""
-        self._answers.extend([gradient] * passes)
-        return torch.ones_like(self.stand)
+def leaf_and_value(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(leaf of autograd's graph, without memory, on which gradients are left; the tensor's values, computed from it). The values stay only
+    as long as somebody refers to them, such as a node that has saved them."""
+    leaf = tensor.detach().requires_grad_()
+    value: torch.Tensor = torch.ops.aten.alias(leaf)  # hands a gradient on as it is: autograd counts who refers to it
+    leaf.data = hollow(tensor)
+    return leaf, value
+
+
+_ONE: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+
+
+def hollow(like: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same shape, type and device, all of whose elements are one, without a value."""
+    key = like.dtype, like.device
+    if key not in _ONE:
+        _ONE[key] = like.new_empty(1)
+    return like.new_empty(0).set_(_ONE[key].untyped_storage(), 0, like.shape, (0,) * like.dim())
 
 
 def given(gradients: list[torch.Tensor], outputs: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -200,7 +200,7 @@ class _Trials:
         """Whether one footprint is enough where the other holds, but for how gradients of inputs lie."""
         covered = all(a + little >= b for a, b in zip(one.sizes_bytes, other.sizes_bytes, strict=True))
         inputs = frozenset(range(len(self._op.inputs)))
-        return covered and one.keeps >= other.keeps and one.in_rows - inputs <= other.in_rows
+        return covered and one.keeps >= other.keeps and one.in_rows - inputs <= other.in_rows and one.views == other.views
 
     def _cut_by(self, place: int, own: Footprint) -> Footprint:
         """The footprint with one factor cut. ``own``: the whole operator's."""
@@ -216,14 +216,15 @@ class _Trials:
         lines = [_line((large.size, one), (small.size, other), points) for one, other in pairs]
         (kept, forward, backward, product), fixed = zip(*lines, strict=True)
         rows, repeated = half.in_rows & finer.in_rows, half.spread & finer.spread
-        return Footprint(kept, forward, backward, half.keeps | finer.keeps, fixed, product, rows, repeated)
+        return Footprint(kept, forward, backward, half.keeps | finer.keeps, fixed, product, rows, repeated, half.views & finer.views)
 
     def _together(self, cut: Footprint, parts: Tile, degrees: tuple[int, ...], known: Footprints) -> Footprints:
         """Footprints with all factors cut, one for each: what does not shrink with it; empty if single cuts explain all uses."""
         expected = [tile_bytes(self._op, known, parts.intervals, use) for use in Use]
         sizes = [size if size > other else 0 for size, other in zip(cut.sizes_bytes, expected, strict=True)]
         rows = known[0].in_rows.intersection(*(one.in_rows for one in known))
-        if max(sizes) <= 0 and cut.keeps <= frozenset[int]().union(*(one.keeps for one in known)) and cut.in_rows >= rows:
+        alike = cut.keeps <= frozenset[int]().union(*(one.keeps for one in known)) and all(cut.views == one.views for one in known)
+        if max(sizes) <= 0 and alike and cut.in_rows >= rows:
             return ()
         if max(size - other for size, other in zip(sizes, expected, strict=True)) <= self._little():
             own = replace(cut, kept_bytes=sizes[0], forward_bytes=sizes[1], backward_bytes=sizes[2], product_bytes=sizes[3])
@@ -232,7 +233,7 @@ class _Trials:
         of_all = [0 if size <= 0 else size * prod(line[use][0] for line in lines) // size ** len(lines) for use, size in enumerate(sizes)]
         fixed = [tuple(0 if size <= 0 else size * own[use][1] // own[use][0] for use, size in enumerate(of_all)) for own in lines]
         kept, forward, backward, product = of_all
-        own = Footprint(kept, forward, backward, cut.keeps, NONE, product, cut.in_rows, cut.spread)
+        own = Footprint(kept, forward, backward, cut.keeps, NONE, product, cut.in_rows, cut.spread, cut.views)
         return tuple(replace(own, fixed_bytes=(one[0], one[1], one[2], one[3])) for one in fixed)
 
     def _lines_together(self, place: int, sizes: Sequence[int], parts: Tile, degrees: tuple[int, ...]) -> list[tuple[int, int]]:
@@ -303,6 +304,8 @@ class _Trials:
             forward = most - kept - sum(map(bytes_of, results))
             keeps = frozenset(place for place, tensor in enumerate((*regions, *results)) if memory.keeps(tensor))
             rows = frozenset(place for place, tensor in enumerate(results, len(regions)) if tensor.is_contiguous())
+            given_memory = [_memory(tensor) for tensor in regions[: len(self._op.inputs)]]
+            views = frozenset((k, j) for k, own in enumerate(results) for j, one in enumerate(given_memory) if one == _memory(own))
             wanted = [tensor for tensor in regions if tensor.requires_grad]
             answers = [tensor for tensor in results if tensor.requires_grad]
             results.clear()
@@ -324,14 +327,14 @@ class _Trials:
                 made = list(zip((place for place, tensor in enumerate(regions) if tensor.requires_grad), found, strict=True))
                 rows |= stolen(made, memory.knows)
                 repeated = spread(made).intersection(range(len(self._op.inputs)))
-        return Footprint(max(0, kept), max(0, forward), backward, keeps, NONE, product, rows, repeated)
+        return Footprint(max(0, kept), max(0, forward), backward, keeps, NONE, product, rows, repeated, views)
 
 
 def _of_all(footprint: Footprint, op: Operator, tile: Tile) -> Footprint:
     """The footprint scaled up as if a tile had all points."""
     points = iteration_points(op)
     kept, forward, backward, product = (-(-size * points // max(1, tile.size)) for size in footprint.sizes_bytes)
-    return Footprint(kept, forward, backward, footprint.keeps, NONE, product, footprint.in_rows, footprint.spread)
+    return Footprint(kept, forward, backward, footprint.keeps, NONE, product, footprint.in_rows, footprint.spread, footprint.views)
 
 
 def _fixed(own: Footprint, cut: Footprint) -> tuple[int, int, int, int]:

@@ -151,7 +151,25 @@ def windowed() -> tuple[nn.Module, tuple[Tensor, ...]]:
     return Gated(200, 2), words(40, 2, 2048)
 
 
-MODELS = {"convolutions": convolutions, "attention": attention, "unfused": unfused, "gated": gated, "windowed": windowed}
+class Sliced(nn.Module):
+    """Layers of whose outputs a part is read, by two each, and kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = (nn.ModuleList(nn.Linear(16, size) for _ in range(4)) for size in (512, 16))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for wide, narrow in zip(self.wide, self.narrow, strict=True):
+            part = wide(x)[:, :16]
+            x = x + narrow(torch.sin(part)) + self.narrow[0](torch.cos(part))
+        return F.mse_loss(x, y)
+
+
+def sliced() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    return Sliced(), (torch.randn(256, 16), torch.randn(256, 16))
+
+
+MODELS = {"sliced": sliced, "convolutions": convolutions, "attention": attention, "unfused": unfused, "gated": gated, "windowed": windowed}
 
 
 class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -201,7 +219,7 @@ def counted(
 
 PLANS = ("single_device", "data_parallel", "zero1", "fsdp", "recompute", "data_parallel+selective", "data_parallel+offload", "fsdp+offload")
 SAVING = ("recompute", "fsdp+offload")
-OFTEN = {("convolutions", "bfloat16", "single_device"), *(("attention", None, plan) for plan in SAVING)}
+OFTEN = {("convolutions", "bfloat16", "single_device"), ("sliced", None, "data_parallel"), *(("attention", None, plan) for plan in SAVING)}
 CASES = [
     pytest.param(*case, marks=() if case in OFTEN else pytest.mark.long)
     for case in product(MODELS, (None, "bfloat16"), PLANS)
@@ -233,7 +251,8 @@ def test_predicted_is_counted(name: str, autocast: str | None, plan: str, pool: 
     run = api.simulator_for(graph, topology, optimizer_states=STATES, costs="estimate").run(api.classical(plan, graph, topology))
     order = execution_order(run.tasks, run.schedule)
     found = pool.run(counted, path, autocast, api.classical(plan, graph, topology), topology, order, ranks=ranks)
-    assert all(most <= peak <= MOST_OVER * most for most, peak in zip(found, run.peak_bytes, strict=True)), (found, run.peak_bytes)
+    over = 1.2 if name == "sliced" and plan == "data_parallel+selective" else MOST_OVER  # both runs' outputs count for what lies in them
+    assert all(most <= peak <= over * most for most, peak in zip(found, run.peak_bytes, strict=True)), (found, run.peak_bytes)
 
 
 @pytest.mark.parametrize("name", often(["attention", "gated", "unfused"], ["gated"]))

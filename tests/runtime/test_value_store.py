@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import weakref
-
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from soap.plan.running.activity import PlanIndex, ValueKey, count_takers
 from soap.runtime.program.program import compile_program
@@ -18,28 +17,38 @@ HELD: ValueKey = ("holding", 3)
 FETCHED: ValueKey = ("fetch", 3)
 
 
-def leaf(takes_gradient: bool) -> torch.Tensor:
-    return torch.ones(2).requires_grad_(takes_gradient)
-
-
 @given(st.integers(1, 5), st.booleans())
 @settings(deadline=None)
-def test_the_last_reader_takes_a_value_along_unless_it_waits_for_a_gradient(readers: int, takes_gradient: bool) -> None:
+def test_the_last_reader_takes_a_value_along(readers: int, takes_gradient: bool) -> None:
+    """What waits for its gradient has no memory."""
     values = ValueStore({HELD: readers}, {})
-    values[HELD] = leaf(takes_gradient)
-    seen = weakref.ref(values[HELD])
+    seen = StorageWeakRef(values.put(HELD, torch.ones(2), takes_gradient).untyped_storage())
     assert [values.leave(HELD) for _ in range(readers)] == [False] * (readers - 1) + [True]
-    assert (HELD in values) == takes_gradient == (seen() is not None)
+    assert HELD not in values and seen.expired() and len(values) == takes_gradient
     assert values.has_readers(HELD) and not values.has_readers(FETCHED)
+
+
+@given(st.booleans(), st.booleans())
+@settings(deadline=None)
+def test_what_autograd_has_saved_stays(saved: bool, gathered: bool) -> None:
+    """And what comes a second time, until it has come."""
+    values = ValueStore({FETCHED: 1}, {}, gathered=[3] * gathered)
+    values.put(FETCHED, torch.ones(2), takes_gradient=True)
+    seen, made = StorageWeakRef(values[FETCHED].untyped_storage()), values[FETCHED] * (values[FETCHED] if saved else 3)
+    assert values.leave(FETCHED) and (FETCHED in values) == gathered
+    values.drop(FETCHED)
+    assert FETCHED not in values and seen.expired() != saved
+    made.sum().backward()
+    assert seen.expired() and torch.equal(values.gradient(FETCHED), torch.full((2,), 2.0 if saved else 3.0))  # type: ignore[arg-type]
 
 
 @given(st.integers(1, 5))
 @settings(deadline=None)
 def test_the_last_taker_takes_the_gradient_along(takers: int) -> None:
     values = ValueStore({FETCHED: 1}, {FETCHED: takers})
-    values[FETCHED] = leaf(True)
+    made = 3 * values.put(FETCHED, torch.ones(2), takes_gradient=True).sum()
     assert values.gradient(FETCHED) is None and values.leave(FETCHED)
-    (3 * values[FETCHED].sum()).backward()
+    made.backward()
     for _ in range(takers):
         assert torch.equal(values.gradient(FETCHED), torch.full((2,), 3.0))  # type: ignore[arg-type]
         values.taken(FETCHED)
@@ -48,7 +57,7 @@ def test_the_last_taker_takes_the_gradient_along(takers: int) -> None:
 
 def test_a_holding_s_gradient_is_taken_once() -> None:
     values = ValueStore({HELD: 1}, {})
-    values[HELD] = leaf(True)
+    values.put(HELD, torch.ones(2), takes_gradient=True)
     values.taken(HELD)
     assert len(values) == 0
     values.taken(HELD)  # there may be none: nothing on this rank has read it

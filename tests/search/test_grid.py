@@ -97,8 +97,8 @@ def test_without_stages_values_are_in_parts_too_where_states_in_parts_lack_memor
 
 
 def test_schedules_that_are_less_idle_come_by_how_idle_they_are() -> None:
-    """Eight stages are idle for 21 passes that all take one unit by 1F1B, for 21/4 and 21/2 of them by chunks (Narayanan et al. 2021), for 7
-    if passes for weights fill in, and for none in two chunks like a V (Qi et al. 2023, 2024)."""
+    """Eight stages are idle for 21 passes that all take one unit by 1F1B, for a share of them by chunks (Narayanan et al. 2021), for 7 if
+    passes for weights fill in, and for none in two chunks like a V (Qi et al. 2023, 2024)."""
     found = by_other_schedules(Mixture("sequence_parallel:2x8", 8, 64, "", 100, 80, 0, 1))
     assert [name for name in found if not name.startswith("v-")] == ["zb-v", "interleaved:4", "zb-1p", "interleaved:2"]
     assert by_other_schedules(Mixture("sequence_parallel:2x64", 64, 64, "", 100, 80, 0, 1)) == []

@@ -38,14 +38,17 @@ def check(tasks: TaskGraph, schedule: Schedule, states: int = 2) -> None:
 
 @st.composite
 def with_footprints(draw: st.DrawFn) -> tuple[OperatorGraph, Topology, Strategy]:
-    """A case in which it is known of some operators what autograd keeps for them, takes as it is, and gives few numbers to."""
+    """A case in which it is known of some operators what autograd keeps for them, takes as it is, and gives few numbers to, and which of
+    their outputs have the memory of inputs."""
     graph, topology, chosen = draw(cases(max_moves=6, max_tiles=8, servers=True, ports=True))
     found: dict[str, tuple[Footprint, ...]] = {}
     for op in graph.operators:
         places = st.sets(st.integers(0, len(op.inputs) + len(op.parameters) + len(op.outputs) - 1)).map(frozenset)
         keeps, in_rows, spread = draw(places), draw(places), draw(places)
+        pairs = st.sampled_from([(output, place) for output in range(len(op.outputs)) for place in range(len(op.inputs))])
+        views = draw(st.sets(pairs).map(frozenset)) if op.inputs else frozenset()
         if draw(st.booleans()):
-            found[op.name] = (Footprint(32, 16, draw(st.integers(-16, 16)), keeps, in_rows=in_rows, spread=spread),)
+            found[op.name] = (Footprint(32, 16, draw(st.integers(-16, 16)), keeps, in_rows=in_rows, spread=spread, views=views),)
     return replace(graph, footprints=found), topology, chosen
 
 

@@ -1,7 +1,7 @@
 """The forward pass of one step on one rank: it computes tiles, receives what they read, and sends what other ranks read of them.
 
 Inside a segment, autograd links the tiles. What comes from outside (an earlier segment, another rank, a sum over a group) enters as a
-detached leaf. A value is dropped after its last reader on this rank; autograd keeps what the backward pass needs.
+value of its own, with a leaf behind it. It is dropped after its last reader on this rank; autograd keeps what the backward pass needs.
 
 A recomputed segment runs twice: first without autograd, so that it keeps nothing, and again (``recompute``) right before its backward pass
 needs it, from the same leaves, with the same random numbers. It notes statistics only the first time. ``light`` tiles keep their
@@ -36,7 +36,7 @@ from soap.runtime.sync.shards import ShardStore, keep_memory
 from soap.simulator.tasks import TaskKind
 from soap.strategy.recomputation import has_product
 from soap.tracing.calls import TileContext
-from soap.tracing.execute import Awaited, TracedModel
+from soap.tracing.execute import TracedModel, root_of
 from soap.tracing.products import Made, first_run, second_run
 
 
@@ -266,6 +266,7 @@ class ForwardPass:
 
     def _take_again(self, fetch: Fetched) -> None:
         self._arrivals.take(fetch.number, self._held)
+        self.state.values.drop(fetch.key)
         self._leave_again(fetch.holdings)
         del self._coming[fetch.number]
 
@@ -382,9 +383,9 @@ class ForwardPass:
             if held.late and not self._second:
                 self._numbers[held.holding] = tensor.detach()
             if held.kept and (not self._second or self.state.values.reads_again(("holding", held.holding))):
-                self.state.values["holding", held.holding] = leaf(tensor, held.takes_gradient)
+                self.state.values.put(("holding", held.holding), tensor, held.takes_gradient)
             if held.answered and tile.again is self._second:
-                self._note(Output(tensor, held.holding, None, held.seed))
+                self._note(Output(root_of(tensor), held.holding, None, held.seed))
 
     def _keep_summands(self, tile: PreparedTile, outputs: Outputs) -> None:
         for summand in tile.summands:
@@ -394,7 +395,7 @@ class ForwardPass:
             if not self._second or summand.reduction in self.program.summed_again:
                 self._partials[tile.number, summand.output] = tensor.detach()
             if summand.answered and tile.again is self._second:
-                self._note(Output(Awaited(tensor) if summand.seed is None else tensor, None, summand.reduction, summand.seed))
+                self._note(Output(root_of(tensor), None, summand.reduction, summand.seed))
 
     def _note(self, output: Output) -> None:
         self.state.outputs.setdefault(self._segment, []).append(output)
@@ -433,7 +434,7 @@ class ForwardPass:
         if key not in values:
             region = self._arrivals.take(fetch.number, self._held)
             carries = fetch.number in self.program.activity.fetches and self.state.graph.tensors[fetch.tensor].requires_grad
-            values[key] = leaf(region, carries)
+            values.put(key, region, carries)
             self._leave_holdings(fetch.holdings)
         return values[key]
 
@@ -449,7 +450,7 @@ class ForwardPass:
         key: ValueKey = ("holding", holding)
         if key not in values:
             tensor = self.state.graph.tensors[self.plan.holdings[holding].tensor]
-            values[key] = leaf(self._held(holding), holding in self.program.activity.holdings and tensor.requires_grad)
+            values.put(key, self._held(holding), holding in self.program.activity.holdings and tensor.requires_grad)
         return values[key]
 
     def _leave_fetch(self, fetch: Fetched) -> None:

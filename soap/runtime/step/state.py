@@ -22,18 +22,19 @@ from soap.runtime.program.program import Program
 from soap.runtime.step.routed import RegionKey, Regions
 from soap.runtime.trace import Recorder
 from soap.simulator.tasks import TaskKind
-from soap.tracing.execute import Awaited
+from soap.tracing.execute import leaf_and_value
 
 NOTHING: Mapping[ValueKey, int] = MappingProxyType({})
 """No readers."""
 
 
 class ValueStore:
-    """Leaves: detached tensors that segments start from. Autograd leaves gradients on those that require one.
+    """Values that segments start from, each with a leaf on which autograd leaves its gradient if it gets one.
 
-    ``readers``: how often the forward pass reads each value. After the last reader it is dropped, unless it waits for a gradient or for
-    ``second_readers``: how often second runs read it. ``dropped``: holdings that wait for neither, because they are made again.
-    ``takers``: how often its gradient is then taken (default 1). After the last taker, value and gradient are dropped.
+    ``readers``: how often the forward pass reads each value. After the last reader it is dropped, unless it waits for ``second_readers``:
+    how often second runs read it. Its leaf stays. ``dropped``: holdings that do not wait, because they are made again. ``gathered``:
+    fetches with a leaf that wait until they have come a second time. ``takers``: how often its gradient is then taken (default 1). After
+    the last taker it is dropped.
     """
 
     def __init__(
@@ -42,22 +43,29 @@ class ValueStore:
         takers: Mapping[ValueKey, int],
         second_readers: Mapping[ValueKey, int] = NOTHING,
         dropped: Collection[int] = (),
+        gathered: Collection[int] = (),
     ) -> None:
         self._readers, self._takers = dict(readers), dict(takers)
-        self._second_readers, self._dropped = dict(second_readers), dropped
+        self._second_readers, self._dropped, self._gathered = dict(second_readers), dropped, gathered
+        self._values: dict[ValueKey, torch.Tensor] = {}
         self._leaves: dict[ValueKey, torch.Tensor] = {}
 
     def __contains__(self, key: ValueKey) -> bool:
-        return key in self._leaves
+        return key in self._values
 
     def __len__(self) -> int:
-        return len(self._leaves)
+        return len(self._values.keys() | self._leaves.keys())
 
     def __getitem__(self, key: ValueKey) -> torch.Tensor:
-        return self._leaves[key]
+        return self._values[key]
 
-    def __setitem__(self, key: ValueKey, leaf: torch.Tensor) -> None:
-        self._leaves[key] = leaf
+    def put(self, key: ValueKey, tensor: torch.Tensor, takes_gradient: bool) -> torch.Tensor:
+        """Note a value for its readers, and return it. ``takes_gradient``: whether it gets one, where its numbers may have one."""
+        if takes_gradient and is_differentiable(tensor.dtype):
+            self._leaves[key], self._values[key] = leaf_and_value(tensor)
+        else:
+            self._values[key] = tensor.detach()
+        return self._values[key]
 
     def has_readers(self, key: ValueKey) -> bool:
         """Whether anything on this rank reads a value."""
@@ -70,27 +78,27 @@ class ValueStore:
             return False
         if key[0] == "holding" and key[1] in self._dropped:
             self._leaves.pop(key, None)
-        elif key not in self._second_readers:
-            self._drop_unless_it_waits(key)
+            self._values.pop(key, None)
+        elif not (key in self._leaves and key[0] == "fetch" and key[1] in self._gathered):
+            self.drop(key)
         return True
+
+    def drop(self, key: ValueKey) -> None:
+        """Drop a value unless second runs read it."""
+        if not self._second_readers.get(key):
+            self._values.pop(key, None)
 
     def reads_again(self, key: ValueKey) -> bool:
         """Whether a second run reads a value that is not here: so it has to be made again for it."""
-        return key in self._second_readers and key not in self._leaves
+        return self._second_readers.get(key, 0) > 0 and key not in self._values
 
     def leave_again(self, key: ValueKey) -> bool:
         """``leave`` for a reader's second run."""
         left = self._second_readers[key] = self._second_readers[key] - 1
         if left:
             return False
-        self._drop_unless_it_waits(key)
+        self._values.pop(key, None)
         return True
-
-    def _drop_unless_it_waits(self, key: ValueKey) -> None:
-        """Drop a value unless it waits for a gradient."""
-        leaf = self._leaves.get(key)
-        if leaf is not None and not leaf.requires_grad:
-            del self._leaves[key]
 
     def gradient(self, key: ValueKey) -> torch.Tensor | None:
         """The gradient that autograd has left on a value; None stands for zeros."""
@@ -98,10 +106,11 @@ class ValueStore:
         return None if leaf is None else leaf.grad
 
     def taken(self, key: ValueKey) -> None:
-        """Note that a taker has used the gradient; drop the value after the last one."""
+        """Note that a taker has used the gradient; drop it after the last one."""
         left = self._takers[key] = self._takers.get(key, 1) - 1
         if left == 0 and (leaf := self._leaves.pop(key, None)) is not None:
             leaf.grad = None  # an autograd graph that waits for its weight gradients still holds the leaf
+            self._values.pop(key, None)
 
 
 class Departures:
@@ -123,11 +132,10 @@ class Departures:
 
 
 class Output(NamedTuple):
-    """A segment's output whose gradient comes from outside: a ``holding``, or a partial result of a ``reduction``. ``seed``: the constant
-    that is added to its gradient, such as 1 for the loss; None if there is none. Nobody reads partial results but their sum: so without a
-    seed they are ``Awaited``, not kept."""
+    """A segment's output whose gradient comes from outside: a ``holding``, or a partial result of a ``reduction``. ``root``: ``root_of``
+    it. ``seed``: the constant that is added to its gradient, such as 1 for the loss; None if there is none."""
 
-    tensor: torch.Tensor | Awaited
+    root: torch.Tensor
     holding: int | None
     reduction: int | None
     seed: float | None
@@ -136,7 +144,7 @@ class Output(NamedTuple):
 class StepState:
     """The values of one step that outlive their segment, and the communication that both passes use.
 
-    ``values``: detached inputs of segments, until their last reader, and until their gradients are taken if they get any. ``outputs``:
+    ``values``: detached inputs of segments, until their last reader, and their gradients until these are taken. ``outputs``:
     segment -> the tensors that its backward pass starts from. ``sent``: messages on their way that a gradient answers, ``sent_again``:
     the same of their second time. ``share``: the gradient of this micro-batch's loss, ``MicroBatch.share``.
     """

@@ -56,7 +56,7 @@ from soap.runtime.system.memory_room import MemoryRoom
 from soap.runtime.trace import Recorder
 from soap.simulator.tasks import TaskKind
 from soap.tracing.calls import TileContext
-from soap.tracing.execute import Awaited, TracedModel, given
+from soap.tracing.execute import TracedModel, given
 
 
 class Halves:
@@ -150,16 +150,12 @@ class BackwardPass:
         outputs, gradients = [], []
         first = self.plan.tiles[self.program.segments[number].tiles[0]]
         divided = first.operator in self.plan.divided
-        passes = 2 if divided else 1
         for output in self.state.outputs.pop(number, ()):
-            gradient, tensor = self._gradient(output), output.tensor
-            if isinstance(tensor, Awaited):
-                gradient = None if gradient is None else tensor.answer(gradient, passes)
-                tensor = tensor.stand
-            if gradient is not None and tensor.requires_grad:
-                outputs.append(tensor)
+            gradient = self._gradient(output)
+            if gradient is not None and output.root.requires_grad:
+                outputs.append(output.root)
                 gradients.append(gradient)
-            del gradient, tensor, output  # only the lists hold them now
+            del gradient, output  # only the lists hold them now
         if not outputs:
             return
         for tile, own in self._marked(number) if self.state.is_traced else ():  # else when autograd asks for what it keeps
@@ -247,11 +243,10 @@ class BackwardPass:
         else:
             assert output.reduction is not None
             total = self._sum_gradient(output.reduction)
-            total = None if total is None else total.to(output.tensor.dtype)  # partial results may have a wider type
+            total = None if total is None else total.to(output.root.dtype)  # partial results may have a wider type
         if output.seed is None:
             return total
-        assert isinstance(output.tensor, torch.Tensor)
-        one = torch.full_like(output.tensor, self.state.share * output.seed)
+        one = torch.full(output.root.shape, self.state.share * output.seed, dtype=output.root.dtype, device=output.root.device)
         return one if total is None else total + one
 
     def _sum_gradient(self, reduction: int) -> torch.Tensor | None:
@@ -269,7 +264,7 @@ class BackwardPass:
         key: ValueKey = ("holding", holding)
         regions = self.state.regions
         total = self.state.values.gradient(key)
-        self.state.values.taken(key)  # its value is not needed any more
+        self.state.values.taken(key)
         parts = self._parts_of(holding)
         returned = self._returning.pop(holding, ())
         if parts or returned:  # they are added in place: copy first, as autograd's tensor may share memory with another gradient
@@ -395,15 +390,15 @@ class StepRunner:
         part: MicroBatch = WHOLE_STEP,
     ) -> Callable[[], float]:
         """Run forward and backward pass. Returns a function that waits for the loss, so that the parameters can be updated meanwhile."""
-        prepared = self._prepared
-        values = ValueStore(prepared.readers, prepared.takers, prepared.second_readers, self.program.dropped)
-        state = StepState(self.program, values, self.comm, self.dtype_of, self.recorder, part.share)
+        prepared, program = self._prepared, self.program
+        values = ValueStore(prepared.readers, prepared.takers, prepared.second_readers, program.dropped, program.gathered_again)
+        state = StepState(program, values, self.comm, self.dtype_of, self.recorder, part.share)
         gradients = self.gradients
         marks, asked = self._marks, self._look_ups
         if inputs.own is not None:
             context = replace(context, counts=self._labels.begin(self.model, inputs, state))
         forward = ForwardPass(state, self.model, prepared, self.shards, inputs, context, asked, gradients, marks, self._units)
-        halves = Halves(self.shards.leaves.values() if self.program.plan.divided else ())
+        halves = Halves(self.shards.leaves.values() if program.plan.divided else ())
         backward = BackwardPass(state, gradients, prepared, marks, halves)
         handlers = _handlers(forward, backward, gradients)
         if self._room is not None:

@@ -54,6 +54,8 @@ def keepers(graph: OperatorGraph) -> Mapping[int, frozenset[int]]:
         if known is None:
             counted.update(out.tensor for out in op.outputs)  # what it keeps is not known
             continue
+        lies = {output for one in known for output in one.lies}
+        counted.update(out.tensor for k, out in enumerate(op.outputs) if k in lies)  # it is there with the input
         first = len(op.inputs) + len(op.parameters)
         places = [(place, operand.tensor) for place, operand in enumerate(op.inputs) if place in known[0].keeps]
         places += [(first + k, out.tensor) for k, out in enumerate(op.outputs) if any(first + k in one.keeps for one in known)]
@@ -83,7 +85,8 @@ def certainly_lacks(graph: OperatorGraph, topology: Topology, strategy: Strategy
     for position in certain:
         op = graph.operators[position]
         if marked(config := strategy.operators[op.name]).keeps_outputs:
-            held_bytes += sum(_spread_bytes(graph, op, out, config) for out in op.outputs)
+            lies = {output for one in graph.footprints.get(op.name, ()) for output in one.lies}
+            held_bytes += sum(_spread_bytes(graph, op, out, config) for k, out in enumerate(op.outputs) if k not in lies)
     for position, places in keepers(graph).items() if certain else ():
         op = graph.operators[position]
         config, operands = strategy.operators[op.name], (*op.inputs, *op.parameters, *op.outputs)

@@ -18,11 +18,11 @@ class Derived(NamedTuple):
     forward, and when that has computed; ``weighed``: when it begins to make its parameters' gradients, NEVER if it has no backward pass;
     ``last``: the end of its last task, which makes them then (weight gradients, backward pass, or forward pass); ``left``: until when it
     holds what it keeps, but for what comes back from its host. By row of ``Readers``: ``needed``: until when the tile needs its region of
-    the operand, ``used``: of what its segment makes by itself. By holding: ``wanted_start``: when its gradient is added up, ``wanted_end``:
-    until when it is held. By fetch: ``taken``: when the last part of its gradient has been taken. By row of ``SumDevices``: ``sum_begun``:
-    when the first segment of the tiles there begins to go back, ``sum_last``: the last end of these tiles, both NEVER if none goes back.
-    ``member_row``, ``holding_row``: for each of ``Sums.member`` and each holding of a sum the row of ``SumDevices`` of its device; -1 for
-    other holdings.
+    the operand, ``used``: of what its segment makes by itself, ``passed``: in its first run. By holding: ``wanted_start``: when its
+    gradient is added up, ``wanted_end``: until when it is held. By fetch: ``taken``: when the last part of its gradient has been taken. By
+    row of ``SumDevices``: ``sum_begun``: when the first segment of the tiles there begins to go back, ``sum_last``: the last end of these
+    tiles, both NEVER if none goes back. ``member_row``, ``holding_row``: for each of ``Sums.member`` and each holding of a sum the row of
+    ``SumDevices`` of its device; -1 for other holdings.
     """
 
     goes_back: Bools
@@ -34,6 +34,7 @@ class Derived(NamedTuple):
     left: Longs
     needed: Longs
     used: Longs
+    passed: Longs
     wanted_start: Longs
     wanted_end: Longs
     taken: Longs
@@ -59,7 +60,8 @@ def derived(arrays: PlanArrays, spans: Spans) -> Derived:
     begun, ended = _of_sums(arrays, spans, goes_back, last, rows[0])
     wanted = _wanted(arrays, spans, goes_back, last, rows[1], begun, ended)
     taken = _taken(arrays, spans, wanted[0])
-    return Derived(goes_back, again, run_end, work_end, weighed, last, left, needed, used, *wanted, taken, *rows, begun, ended)
+    passed = spans.forward_end[tile]
+    return Derived(goes_back, again, run_end, work_end, weighed, last, left, needed, used, passed, *wanted, taken, *rows, begun, ended)
 
 
 def _rows_of_sums(arrays: PlanArrays) -> tuple[Longs, Longs]:

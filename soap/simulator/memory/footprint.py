@@ -29,10 +29,10 @@ class Use(IntEnum):
 
 class Shares(NamedTuple):
     """Memory of a tile beside its operands. ``keeps``: the operands that autograd keeps for it; None if that is not known. ``in_rows``,
-    ``spread``: as in ``Footprint``; empty if nothing is known. In bytes, rounded up: ``kept`` for its backward pass; ``forward``,
-    ``backward``: what its calls pass to each other but do not keep, while its forward task or its backward task runs (0 if the operator has
-    no footprint: then ``kept`` is a bound that includes both); ``product``: what its products make beside its outputs and a second run
-    needs, as much as the tile may keep if the operator has no footprint, 0 if the operator runs again as a whole."""
+    ``spread``, ``views``, ``lies``: as in ``Footprint``; empty if nothing is known. In bytes, rounded up: ``kept`` for its backward pass;
+    ``forward``, ``backward``: what its calls pass to each other but do not keep, while its forward task or its backward task runs (0 if the
+    operator has no footprint: then ``kept`` is a bound that includes both); ``product``: what its products make beside its outputs and a
+    second run needs, as much as the tile may keep if the operator has no footprint, 0 if the operator runs again as a whole."""
 
     keeps: frozenset[int] | None
     in_rows: frozenset[int]
@@ -41,6 +41,8 @@ class Shares(NamedTuple):
     forward: int
     backward: int
     product: int
+    views: frozenset[tuple[int, int]] = frozenset()
+    lies: frozenset[int] = frozenset()
 
     @property
     def work(self) -> int:
@@ -77,6 +79,8 @@ def _known(graph: OperatorGraph, op: Operator, intervals: Sequence[Interval]) ->
         forward=size(Use.FORWARD),
         backward=size(Use.BACKWARD),
         product=size(Use.PRODUCT) if has_product(op) else 0,
+        views=frozenset[tuple[int, int]]().union(*(own.views for own in like)),
+        lies=like[0].lies.intersection(*(own.lies for own in like)),
     )
 
 

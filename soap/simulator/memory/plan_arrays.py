@@ -46,12 +46,14 @@ class Tiles(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """By output of a tile. ``place``: which of the operator's outputs. ``keeps``: whether autograd keeps it for its maker."""
+    """By output of a tile. ``place``: which of the operator's outputs. ``keeps``: whether autograd keeps it for its maker. ``lies``:
+    whether it certainly has the memory of an input."""
 
     tile: Longs
     place: Longs
     bytes: Longs
     keeps: Bools
+    lies: Bools
 
 
 class Given(NamedTuple):
@@ -107,7 +109,8 @@ class Fetches(NamedTuple):
 
 
 class Readers(NamedTuple):
-    """Tiles that read fetches. ``operand``: its place. ``keeps``, ``in_rows``, ``spread``: of it, see ``footprint.Shares``."""
+    """Tiles that read fetches. ``operand``: its place. ``keeps``, ``in_rows``, ``spread``: of it, see ``footprint.Shares``. ``views``: the
+    sum of 2 to the power of the place of each output that may have its memory."""
 
     fetch: Longs
     tile: Longs
@@ -115,6 +118,7 @@ class Readers(NamedTuple):
     keeps: Bools
     in_rows: Bools
     spread: Bools
+    views: Longs
 
 
 class Pieces(NamedTuple):
@@ -361,7 +365,7 @@ class _Maker:
         for place, output in enumerate(op.outputs):
             self._output_rows[number, output.tensor] = len(self._rows["outputs"])
             keeps = self._keeps(tile, output.tensor)
-            self._rows["outputs"].append((number, place, made_bytes(graph, op, tile, place), keeps))
+            self._rows["outputs"].append((number, place, made_bytes(graph, op, tile, place), keeps, place in shares.lies))
         for place, (operand, box) in enumerate(zip(op.inputs, tile.inputs, strict=True)):
             tensor = graph.tensors[operand.tensor]
             if tensor.kind in (TensorKind.INPUT, TensorKind.CONSTANT):
@@ -403,7 +407,8 @@ class _Maker:
                 shares = self._shares(self._own.readers[reader][tile])
                 keeps = self._keeps(self._own.readers[reader][tile], fetch.tensor)
                 flags = keeps, place in shares.in_rows, place in shares.spread
-                self._rows["readers"].append((number, tile, place, *flags, self._readers[reader]))
+                views = sum(1 << output for output, own in shares.views if own == place)
+                self._rows["readers"].append((number, tile, place, *flags, views, self._readers[reader]))
             for place, (box, holding) in enumerate(fetch.pieces):
                 held = holdings[holding]
                 own = number, holding, self._box_bytes(fetch.tensor, box), held.device != fetch.device

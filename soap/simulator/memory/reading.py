@@ -1,4 +1,4 @@
-"""Until when values are held for their readers: until the last read, and until their gradients are needed."""
+"""Until when values are held for their readers. A value that waits for its gradient alone has no memory (``execute.leaf_and_value``)."""
 
 from __future__ import annotations
 
@@ -26,27 +26,25 @@ def read_until(plan: Plan, arrays: PlanArrays, spans: Spans, times: Derived) -> 
     pieces, count = arrays.pieces, len(arrays.holdings.tile)
     made_again = ((arrays.holdings.sum < 0) & times.again[arrays.holdings.tile]) | _summed_again(arrays, spans)
     linked = made_again[pieces.holding] & ~arrays.fetches.remote[pieces.fetch] & ~spans.light[arrays.holdings.tile[pieces.holding]]
-    answered = _answered(arrays, spans, times)
-    dropped = _dropped(plan, arrays, spans, times)[pieces.holding]
-    over = np.maximum(_read(arrays, spans, times, linked), np.where(dropped, 0, answered))
-    gathered = _gathered(arrays, spans)
+    dropped, gathered = _dropped(plan, arrays, spans, times)[pieces.holding], _gathered(arrays, spans)
+    over = _read(arrays, spans, times, linked & dropped)
     remade = made_again[pieces.holding] & dropped
     first, second = most(pieces.holding, np.maximum(over, np.where(remade, 0, gathered)), count, NEVER), np.zeros(count, np.int64)
     if made_again.any():
         own = made_again[pieces.holding]
-        second = most(pieces.holding[own], np.maximum(answered, gathered)[own], count, 0)
+        second = most(pieces.holding[own], gathered[own], count, 0)
         second = np.maximum(second, _read_again(arrays, spans, times, np.flatnonzero(linked)))
     return ReadUntil(first, second)
 
 
 def _read(arrays: PlanArrays, spans: Spans, times: Derived, linked: Bools) -> Longs:
     """By piece: when its holding is read for the last time. It is sent, or put together with others for the first reader and kept so, or
-    read by tiles; those that run again read a ``linked`` piece once more as its tile's second run makes it."""
+    read by tiles; those that run again read a ``linked`` piece not once more, but what its tile's second run makes."""
     pieces, readers, size = arrays.pieces, arrays.readers, len(arrays.fetches.device)
     ends, again = _ends(arrays, spans, times), times.again[readers.tile]
     read = most(readers.fetch, ends, size, 0)[pieces.fetch]
     if linked.any():
-        apart = most(readers.fetch, np.where(again, spans.forward_end[readers.tile], ends), size, 0)
+        apart = most(readers.fetch, np.where(again, times.passed, ends), size, 0)
         read = np.where(linked, apart[pieces.fetch], read)
     joined = least(readers.fetch, spans.forward_start[readers.tile], size, 0)
     read = np.where(arrays.fetches.remote[pieces.fetch], joined[pieces.fetch], read)
@@ -70,24 +68,6 @@ def _read_again(arrays: PlanArrays, spans: Spans, times: Derived, linked: Longs)
     here = spans.segment[readers.tile[reader]] == spans.segment[held.tile[holding]]
     over = np.where(here, times.used[reader], _ends(arrays, spans, times)[reader])
     return most(holding, over, len(held.tile), 0)
-
-
-def _answered(arrays: PlanArrays, spans: Spans, times: Derived) -> Longs:
-    """By piece: until when its holding waits for the gradient of a fetch that another segment reads: until its own segment's backward pass
-    begins. 0 if it does not wait. A sum that is put together with others is not needed once that is done."""
-    pieces, held, size = arrays.pieces, arrays.holdings, len(arrays.fetches.device)
-    back = np.flatnonzero(times.goes_back[arrays.readers.tile])
-    fetch, segment = arrays.readers.fetch[back], spans.segment[arrays.readers.tile[back]]
-    first, last = (own(fetch, segment, size, NEVER)[pieces.fetch] for own in (least, most))
-    tile, is_sum = held.tile[pieces.holding], held.sum[pieces.holding] >= 0
-    begun = np.maximum(spans.begun, 0)
-    over = begun[tile]
-    if is_sum.any():
-        of_sum = least(times.member_row, begun[arrays.sums.member], len(arrays.sum_devices.sum), 0)
-        over = np.where(is_sum, np.append(of_sum, 0)[times.holding_row[pieces.holding]], over)
-    within = ~is_sum & (first == last) & (first == spans.segment[tile])
-    joined = is_sum & (np.diff(arrays.fetches.pieces)[pieces.fetch] > 1)
-    return np.where((first == NEVER) | ~held.gradient[pieces.holding] | within | joined, 0, over)
 
 
 def _summed_again(arrays: PlanArrays, spans: Spans) -> Bools:

@@ -32,23 +32,21 @@ def send_values(plan: Plan, arrays: PlanArrays, spans: Spans, times: Derived, le
     )
     together = (several[send] > 1) & ledger.is_accelerator[own.source]
     lies = (own.parts == 1) & pieces.in_holding[own.piece] & ~together
-    stays = lies & (pieces.is_holding[own.piece] if plan.order is not None else True)
     count, device, carrier = len(first), own.source[first], own.carrier[first]
     start = spans.brought_start[carrier]
     over = np.where(carriers.pattern[carrier] == BROADCAST, spans.brought_end[carrier], ledger.arrived(device, spans.brought_end[carrier]))
     over = np.where(carriers.pattern[carrier] == MESSAGE, _told(arrays, spans, times, left)[carrier], over)
-    size, copied = total(send, own.bytes, count), total(send, np.where(stays, 0, own.bytes), count)
+    size, copied = total(send, own.bytes, count), total(send, np.where(lies, 0, own.bytes), count)
     numbers = ledger.send(device, start, over, size, held=copied, copied=True)
     again = np.flatnonzero(spans.gathered_start[carrier] != NEVER)
     if len(again):
         ends, done = ledger.arrived(device[again], spans.gathered_end[carrier[again]]), spans.gathered_end[carrier[again]]
         ends = np.where(carriers.pattern[carrier[again]] == MESSAGE, np.maximum(over[again], done), ends)  # known as of the first time
         ledger.send(device[again], spans.gathered_start[carrier[again]], ends, size[again], copied=True)
-    if plan.order is None:  # with micro-batches no value is counted to stay for what is sent of it; parts of one count as copies
-        of = pieces.holding[own.piece[stays]]
-        since = np.where(holdings.sum[of] < 0, gone.outputs[holdings.output[of]], np.append(gone.sums, NEVER)[times.holding_row[of]])
-        copy_bytes = np.where(holdings.in_rows[of], 0, own.bytes[stays])
-        ledger.stay(numbers[send[stays]], of, since, holdings.bytes[of], copy_bytes)
+    of = pieces.holding[own.piece[lies]]
+    since = np.where(holdings.sum[of] < 0, gone.outputs[holdings.output[of]], np.append(gone.sums, NEVER)[times.holding_row[of]])
+    copy_bytes = np.where(holdings.in_rows[of], 0, own.bytes[lies])
+    ledger.stay(numbers[send[lies]], of, since, holdings.bytes[of], copy_bytes)
 
 
 class _Parcels(NamedTuple):

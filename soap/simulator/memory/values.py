@@ -39,6 +39,13 @@ class Gone(NamedTuple):
     sums: Longs
 
 
+class _Views(NamedTuple):
+    """Rows of ``Readers`` and of ``Outputs``: outputs that may have the memory of what their tiles read."""
+
+    reader: Longs
+    output: Longs
+
+
 def hold_values(plan: Plan, arrays: PlanArrays, spans: Spans, times: Derived, ledger: ArrayLedger, played: Played) -> Gone:
     """Write into a ledger how long all this is held. ``played``: when ranks run the tasks, which wait for each other as in the plan,
     without the waits that ranks add."""
@@ -54,8 +61,9 @@ class _Values:
 
     def held(self, played: Played) -> Gone:
         """Write down all of it."""
-        read = read_until(self._plan, self._arrays, self._spans, self._times)
-        outputs = self._outputs(read)
+        views = self._views()
+        read = self._read(views)
+        outputs = self._outputs(read, views)
         self._kept()
         self._marked()
         self._workspace()
@@ -73,17 +81,52 @@ class _Values:
             place = np.flatnonzero(again)
             yield place, spans.again_start[tile[place]], until[place]
 
-    def _outputs(self, read: ReadUntil) -> Longs:
-        """Outputs of tiles, until they are no longer used and waited for. Of a tile that keeps its outputs, those of the first run are
-        there as long as of any other. Returns when those of first runs have gone."""
-        own, device = self._arrays.outputs, self._arrays.tiles.device
+    def _views(self) -> _Views:
+        readers, outputs = self._arrays.readers, self._arrays.outputs
+        bits = [(readers.views >> bit) & 1 == 1 for bit in range(int(readers.views.max(initial=0)).bit_length())]
+        row = np.concatenate([np.zeros(0, np.int64), *map(np.flatnonzero, bits)])
+        place = np.repeat(np.arange(len(bits)), [int(own.sum()) for own in bits])
+        return _Views(row, np.searchsorted(outputs.tile, readers.tile[row]) + place)
+
+    def _read(self, views: _Views) -> ReadUntil:
+        """Until when values are read, and what has their memory; that may be in such memory itself."""
+        readers, own, before = self._arrays.readers, self._times, None
+        again = own.again[readers.tile[views.reader]]
+        read = read_until(self._plan, self._arrays, self._spans, own)
+        while len(views.reader) and (before is None or not all(map(np.array_equal, before, own))):
+            before = own
+            (_, _, first), *others = self._made(read)
+            second = np.zeros_like(first)
+            for place, _, over in others:
+                second[place] = over
+            needed, used, passed = own.needed.copy(), own.used.copy(), own.passed.copy()
+            np.maximum.at(needed, views.reader, np.maximum(first, second)[views.output])
+            np.maximum.at(used, views.reader, np.where(again, second[views.output], 0))
+            np.maximum.at(passed, views.reader, first[views.output])
+            self._times = own = own._replace(needed=needed, used=used, passed=passed)
+            read = read_until(self._plan, self._arrays, self._spans, own)
+        return read
+
+    def _made(self, read: ReadUntil) -> Iterator[tuple[Longs, Longs, Longs]]:
+        """(rows of ``Outputs``, when they are made, when they have gone) of first runs, and of second ones. They are there until they are
+        no longer used and waited for. Of a tile that keeps its outputs, those of the first run are there as long as of any other."""
+        own = self._arrays.outputs
         used = np.where(own.keeps, self._times.left[own.tile], self._times.work_end[own.tile])
-        gone, stays = np.zeros(0, np.int64), self._spans.light[own.tile]
+        stays = self._spans.light[own.tile]
         stays[self._summands()[0]] = False  # nobody reads them but their sum
         for waits, (place, start, end) in zip(self._waits(read), self._lives(own.tile, used), strict=False):
-            tile = own.tile[place]
-            over = np.maximum(np.where(stays[place], used[place], end), waits[place])
-            self._hold(device[tile], start, over, own.bytes[place], MemoryKind.KEPT, late=True)
+            yield place, start, np.maximum(np.where(stays[place], used[place], end), waits[place])
+
+    def _outputs(self, read: ReadUntil, views: _Views) -> Longs:
+        """Outputs of tiles. What has the memory of an input takes none, unless that comes again: then it is a copy
+        (``ForwardPass.run_tile``). Returns when those of first runs have gone."""
+        own, pieces = self._arrays.outputs, self._arrays.pieces
+        again = np.append(self._spans.gathered_start, NEVER)[pieces.carrier] != NEVER
+        again = any_of(pieces.fetch[again], len(self._arrays.fetches.device))[self._arrays.readers.fetch[views.reader]]
+        lies = own.lies & any_of(views.output, len(own.tile)) & ~any_of(views.output[again], len(own.tile))
+        size, gone = np.where(lies, 0, own.bytes), np.zeros(0, np.int64)
+        for place, start, over in self._made(read):
+            self._hold(self._arrays.tiles.device[own.tile[place]], start, over, size[place], MemoryKind.KEPT, late=True)
             gone = gone if len(gone) else over
         return gone
 
@@ -174,14 +217,13 @@ class _Values:
         there = pieces.carrier >= 0
         begun = least(pieces.fetch[there], spans.brought_start[pieces.carrier[there]], size, NEVER)
         until = most(readers.fetch, self._times.needed, size, 0)
-        answered = fetches.gradient & any_of(readers.fetch[self._times.goes_back[readers.tile]], size)
-        until = np.maximum(until, np.where(answered, self._times.taken, 0))
         own = np.flatnonzero(fetches.remote)
         again = least(pieces.fetch[there], spans.gathered_start[pieces.carrier[there]], size, NEVER)
         twice = own[again[own] != NEVER]
         first = np.where(again != NEVER, most(readers.fetch, spans.forward_end[readers.tile], size, 0), until)
         self._hold(fetches.device[own], begun[own], first[own], fetches.bytes[own], MemoryKind.KEPT, late=True)
-        self._hold(fetches.device[twice], again[twice], until[twice], fetches.bytes[twice], MemoryKind.KEPT, late=True)
+        come = most(pieces.fetch[there], spans.gathered_end[pieces.carrier[there]], size, NEVER)
+        self._hold(fetches.device[twice], again[twice], np.maximum(until, come)[twice], fetches.bytes[twice], MemoryKind.KEPT, late=True)
         joined, apart = least(readers.fetch, spans.forward_start[readers.tile], size, 0), np.flatnonzero(pieces.apart)
         fetch, start = pieces.fetch[apart], spans.brought_start[pieces.carrier[apart]]
         self._hold(fetches.device[fetch], start, joined[fetch], pieces.bytes[apart], MemoryKind.BUFFERS, late=True)
@@ -194,8 +236,8 @@ class _Values:
         several = ~fetches.remote & (np.diff(fetches.pieces) > 1)
         reader = np.flatnonzero(several[readers.fetch])
         for place, start, end in self._lives(readers.tile[reader], self._times.needed[reader]):
-            fetch = readers.fetch[reader[place]]
-            self._hold(fetches.device[fetch], start, end, fetches.bytes[fetch], MemoryKind.KEPT)
+            fetch, over = readers.fetch[reader[place]], np.maximum(end, self._times.passed[reader[place]])
+            self._hold(fetches.device[fetch], start, over, fetches.bytes[fetch], MemoryKind.KEPT)
 
     def _sums(self, read: ReadUntil, played: Played) -> Longs:
         """Sums of partial results, or their cells. Returns when they have gone."""

@@ -67,9 +67,9 @@ class Leaving:
         for parcel in leaving:
             source, size = parcel.source, size + parcel.size_bytes
             lies = Lying(-1, True) if len(leaving) > 1 and packs_together(self.plan, source) else lying(self.plan, parcel)
-            if lies.of < 0 or (self.plan.order is not None and parcel.parts[0][1] != self.plan.holdings[lies.of].box):
+            if lies.of < 0:
                 copied += parcel.size_bytes
-            elif self.plan.order is None:  # see ``sent``
+            else:
                 held = self.plan.holdings[lies.of]
                 gone = self._gone[held.tile, held.tensor] if held.reduction is None else self._gone[held.reduction, held.device]
                 whole = box_bytes(self.plan, held.tensor, held.box)

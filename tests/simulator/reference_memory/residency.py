@@ -19,6 +19,7 @@ Not counted are copies that a library may make of what it sums.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property
 
 from soap.model.graph import TensorKind
@@ -159,13 +160,16 @@ class _Values:
     def values(self) -> None:
         """Outputs of tiles, what they keep, and their copies of parts of the batch."""
         plan, graph, spans = self.plan, self.plan.graph, self.spans
+        self._settle()
         waits = self._waits()
         given = {t.name for t in graph.tensors.values() if t.kind in (TensorKind.INPUT, TensorKind.CONSTANT)}
         copies: dict[tuple[int, str, Box, int], Span] = {}
         for number, (tile, sizes) in enumerate(zip(plan.tiles, spans.sizes, strict=True)):
             op, kept = plan.operator(tile), sizes.kept - sum(sizes.made)
-            for out, size in zip(op.outputs, sizes.made, strict=True):
-                self._hold_made(number, out.tensor, size, waits.get((number, out.tensor), (0, 0)))
+            lies = sizes.shares.lies.intersection(k for k, _ in self._views.get(number, ()))
+            for k, (out, size) in enumerate(zip(op.outputs, sizes.made, strict=True)):
+                copied = any(own == k and self._comes_again(number, place) for own, place in self._views.get(number, ()))
+                self._hold_made(number, out.tensor, 0 if k in lies and not copied else size, waits)
             for start, end in spans.lives(number, spans.left(number)):
                 self.hold(tile.device, start, end, kept, MemoryKind.KEPT, late=number in spans.away)
             if number in spans.away:
@@ -206,14 +210,51 @@ class _Values:
             found.update(dict.fromkeys(((tile, tensor) for tile in reduction.tiles), ends))
         return found
 
-    def _hold_made(self, number: int, tensor: str, size: int, waits: tuple[int, int]) -> None:
-        """Write down how long an output of a tile is there. ``waits``: see ``_waits``. Of a tile that keeps its outputs, those of the first
-        run are there as long as of any other."""
-        device, used = self.plan.tiles[number].device, self.spans.used(number, tensor)
-        for (start, end), until in zip(self.spans.lives(number, used), waits, strict=False):
-            own = used if number in self.spans.recomputation.light and (number, tensor) not in self._summands else end
-            self.hold(device, start, max(own, until), size, MemoryKind.KEPT, late=True)
-            self.gone.setdefault((number, tensor), max(own, until))
+    def _hold_made(self, number: int, tensor: str, size: int, waits: Mapping[tuple[int, str], tuple[int, int]]) -> None:
+        """Write down how long an output of a tile is there."""
+        for start, over in self._made(number, tensor, waits):
+            self.hold(self.plan.tiles[number].device, start, over, size, MemoryKind.KEPT, late=True)
+            self.gone.setdefault((number, tensor), over)
+
+    def _made(self, number: int, tensor: str, waits: Mapping[tuple[int, str], tuple[int, int]]) -> list[Span]:
+        """When an output of a tile is there, of the first run and of the second. ``waits``: see ``_waits``. Of a tile that keeps its
+        outputs, those of the first run are there as long as of any other."""
+        used = self.spans.used(number, tensor)
+        stays = number in self.spans.recomputation.light and (number, tensor) not in self._summands
+        lives = zip(self.spans.lives(number, used), waits.get((number, tensor), (0, 0)), strict=False)
+        return [(start, max(used if stays else end, until)) for (start, end), until in lives]
+
+    def _settle(self) -> None:
+        """Note when what tiles make in the memory of what they read has gone, until no more follows from that."""
+        while True:
+            waits, found = self._waits(), dict[tuple[int, str], Span]()
+            for number, views in self._views.items():
+                op = self.plan.operator(self.plan.tiles[number])
+                for output, place in views:
+                    over = [end for _, end in self._made(number, op.outputs[output].tensor, waits)]
+                    first, second = found.get((number, op.inputs[place].tensor), (0, 0))
+                    found[number, op.inputs[place].tensor] = max(first, over[0]), max(second, *over[1:], 0)
+            if found == self.spans.views:
+                return
+            self.spans.view(found)
+
+    @cached_property
+    def _views(self) -> dict[int, list[tuple[int, int]]]:
+        """Tile -> (output, input) of which the first may have the memory of the second."""
+        found = dict[int, list[tuple[int, int]]]()
+        for (tile, place), _ in self._fetch_of.items():
+            found.setdefault(tile, []).extend(pair for pair in self.spans.sizes[tile].shares.views if pair[1] == place)
+        return {tile: own for tile, own in found.items() if own}
+
+    @cached_property
+    def _fetch_of(self) -> dict[tuple[int, int], int]:
+        """(tile, input) -> fetch."""
+        return {consumer: number for number, fetch in enumerate(self.plan.fetches) for consumer in fetch.consumers}
+
+    def _comes_again(self, tile: int, place: int) -> bool:
+        """Whether what a tile reads comes a second time from elsewhere."""
+        number = self._fetch_of[tile, place]
+        return any((number, k) in self.spans.gathered for k in range(len(self.plan.fetches[number].pieces)))
 
     @cached_property
     def _summands(self) -> set[tuple[int, str]]:
@@ -236,21 +277,19 @@ class _Values:
 
     def fetched(self) -> None:
         """Fetched regions that are assembled or received, and pieces that are received in buffers of their own first."""
-        plan, graph = self.plan, self.plan.graph
-        apart = received_apart(plan)
+        plan, apart = self.plan, received_apart(self.plan)
         for number, fetch in enumerate(plan.fetches):
             size, ends = box_bytes(plan, fetch.tensor, fetch.box), [self.spans.needed(tile, fetch.tensor) for tile, _ in fetch.consumers]
             remote = [place for place, piece in enumerate(fetch.pieces) if is_remote(plan, fetch, piece)]
             if remote:
                 arrivals = [self.spans.brought[number, place] for place in remote]
                 begun = min(start for start, _ in arrivals)
-                taken = self.spans.taken(number) if any(tile in self.spans.backward for tile, _ in fetch.consumers) else 0
-                until = max([*ends, taken if graph.tensors[fetch.tensor].requires_grad else 0])
-                again = [own[0] for place in remote if (own := self.spans.gathered.get((number, place))) is not None]
-                first = max(self.spans.forward[tile][1] for tile, _ in fetch.consumers) if again else until
+                again = [own for place in remote if (own := self.spans.gathered.get((number, place))) is not None]
+                first = max(self.spans.forward[tile][1] for tile, _ in fetch.consumers) if again else max(ends)
                 self.hold(fetch.device, begun, first, size, MemoryKind.KEPT, late=True)
                 if again:
-                    self.hold(fetch.device, min(again), until, size, MemoryKind.KEPT, late=True)
+                    begun, come = min(start for start, _ in again), max(end for _, end in again)
+                    self.hold(fetch.device, begun, max(*ends, come), size, MemoryKind.KEPT, late=True)
                 readers = [tile for tile, _ in fetch.consumers if tile in self.spans.backward]
                 begins = [self.spans.second[t][0] if t in self.spans.second else self.spans.back_at([t], 0) for t in readers]
                 joined = min(self.spans.forward[tile][0] for tile, _ in fetch.consumers)
@@ -264,7 +303,7 @@ class _Values:
             elif len(fetch.pieces) > 1:
                 for (tile, _), until in zip(fetch.consumers, ends, strict=True):
                     for start, end in self.spans.lives(tile, until):
-                        self.hold(fetch.device, start, end, size, MemoryKind.KEPT)
+                        self.hold(fetch.device, start, max(end, self.spans.passed(tile, fetch.tensor)), size, MemoryKind.KEPT)
 
     def summed(self, tasks: TaskGraph, schedule: Schedule) -> None:
         """Sums of partial results, or their cells. ``tasks``: without the waits that ranks add; ``schedule``: with them."""

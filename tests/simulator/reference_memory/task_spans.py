@@ -32,8 +32,8 @@ class TaskSpans:
     the copies of what it keeps to its host, and back (from its need on, when ranks allot the memory). ``sizes``: by tile. ``named``: by
     task name. ``ready``: by name of a synchronization, when all that it waits for is over. ``brought``, ``returned``: by part, of the
     transfer of the part and of its gradient; ``gathered``: of its second time; ``summed_again``: by reduction, of its second time.
-    ``segment``: tile -> the first tile of its segment. ``begun``: first tile of a
-    segment -> start of its backward pass.
+    ``segment``: tile -> the first tile of its segment. ``begun``: first tile of a segment -> start of its backward pass. ``views``: (tile,
+    tensor that it reads) -> when what it makes in that memory has gone, of the first run and of the second.
     """
 
     def __init__(self, tasks: TaskGraph, run: AsRun) -> None:
@@ -42,6 +42,7 @@ class TaskSpans:
         self.plan, self.end_ns = tasks.plan, schedule.makespan_ns
         self.sizes = tile_sizes(tasks.plan)
         self._wanted: dict[int, Span] = {}
+        self.views: dict[tuple[int, str], Span] = {}
         self.forward: dict[int, Span] = {}
         self.backward: dict[int, Span] = {}
         self.weights: dict[int, Span] = {}
@@ -142,19 +143,24 @@ class TaskSpans:
             for place, piece in enumerate(fetch.pieces):
                 yield (number, place), piece.holding
 
+    def view(self, views: dict[tuple[int, str], Span]) -> None:
+        """Note ``views``, and forget what depends on them."""
+        self.views = views
+        for name in ("read_until", "read_again_until"):
+            self.__dict__.pop(name, None)
+
     @cached_property
     def read_until(self) -> dict[int, int]:
-        """Holding -> until when its value is held for its readers: until the last read, and until its gradient is needed. Of a recomputed
-        tile's holdings this is said of what its first run has made."""
+        """Holding -> until when its value is held for its readers. Of a recomputed tile's holdings this is said of what its first run has
+        made."""
         found: dict[int, int] = {}
         for (number, place), holding in self._pieces():
             fetch = self.plan.fetches[number]
-            linked = self._linked(number, holding)
+            linked = self._linked(number, holding) if holding in self.dropped else []
             read = self._read(fetch, (number, place), [tile for tile, _ in fetch.consumers if tile not in linked])
-            read = max([read, *(self.forward[tile][1] for tile in linked)])
-            answered = 0 if holding in self.dropped else self._answered(number, holding)
+            read = max([read, *(self.passed(tile, fetch.tensor) for tile in linked)])
             gathered = 0 if holding in self.dropped else self._gathered(number)
-            found[holding] = max(found.get(holding, 0), read, answered, gathered)
+            found[holding] = max(found.get(holding, 0), read, gathered)
         return found
 
     def _gathered(self, number: int) -> int:
@@ -174,8 +180,7 @@ class TaskSpans:
                 apart = [reader for reader in linked if self.segment[reader] != self.segment[tile]]
                 read = self._read(self.plan.fetches[number], (number, place), apart, again=True)
                 here = [self.used(reader, self.plan.fetches[number].tensor) for reader in linked if reader not in apart]
-                others = self._answered(number, holding), self._gathered(number)
-                found[holding] = max([found.get(holding, 0), read, *others, *here])
+                found[holding] = max([found.get(holding, 0), read, self._gathered(number), *here])
         return found
 
     def _linked(self, number: int, holding: int) -> list[int]:
@@ -209,13 +214,21 @@ class TaskSpans:
     def needed(self, number: int, tensor: str) -> int:
         """Until when a tile needs its region of an operand: the end of its backward task if autograd keeps it, or of the copy to its host,
         else of its last run forward. What waits for weight gradients keeps inputs that get gradients."""
+        viewed = max(self.views.get((number, tensor), (0, 0)))
         if number in self.weights and self.plan.graph.tensors[tensor].requires_grad:
-            return self.last(number)
-        return self.left(number, tensor) if self._keeps(number, tensor) else self.second.get(number, self.forward[number])[1]
+            return max(viewed, self.last(number))
+        run_end = self.second.get(number, self.forward[number])[1]
+        return max(viewed, self.left(number, tensor) if self._keeps(number, tensor) else run_end)
+
+    def passed(self, number: int, tensor: str) -> int:
+        """``needed`` in the tile's first run."""
+        return max(self.forward[number][1], self.views.get((number, tensor), (0, 0))[0])
 
     def used(self, number: int, tensor: str) -> int:
         """``needed`` of what a tile's segment makes by itself. It is gone when its tiles have computed, one after the other."""
-        return self.left(number, tensor) if self._keeps(number, tensor) else self.second_work.get(number, self.forward[number])[1]
+        viewed = self.views.get((number, tensor), (0, 0))[1]
+        computed = self.second_work.get(number, self.forward[number])[1]
+        return max(viewed, self.left(number, tensor) if self._keeps(number, tensor) else computed)
 
     def left(self, number: int, tensor: str = "") -> int:
         """Until when a tile holds what it keeps, beside what comes back from its host; of a ``tensor``, unless that is never offloaded."""
@@ -236,21 +249,6 @@ class TaskSpans:
             for place, operand in enumerate((*op.inputs, *op.parameters, *op.outputs)):
                 found[-1].setdefault(operand.tensor, []).append(place)
         return found
-
-    def _answered(self, number: int, holding: int) -> int:
-        """Until when a holding waits for the gradient of a fetch that another segment reads: until its own segment's backward pass begins.
-        0 if it does not wait."""
-        held, fetch = self.plan.holdings[holding], self.plan.fetches[number]
-        readers = [tile for tile, _ in fetch.consumers if tile in self.backward]
-        if not readers or not self.plan.graph.tensors[held.tensor].requires_grad:
-            return 0
-        if held.reduction is not None and len(fetch.pieces) > 1:  # it is not needed once the region is assembled
-            return 0
-        makers = [held.tile] if held.reduction is None else self.plan.reductions[held.reduction].tiles
-        segments = {self.segment[tile] for tile in makers if self.plan.tiles[tile].device == held.device}
-        if held.reduction is None and {self.segment[tile] for tile in readers} <= segments:
-            return 0
-        return min((self.begun.get(segment, 0) for segment in segments), default=0)
 
     def summed_from(self, reduction: Reduction) -> Span:
         """When the devices of a reduction sum; with a single device, when its last tile runs."""
