@@ -98,7 +98,7 @@ class Row:
     """A published figure. ``batch``: samples of all devices in one iteration; ``accumulate``: iterations of a step. ``cluster``: of the
     data file, a preset, or a family of presets, such as ``h100``; ``devices``: of each host. ``tensor``: devices of a tensor-parallel
     group. ``pipeline``: stages, each of neighbouring devices; ``microbatches``, ``schedule``: of such a pipeline. ``kernels``: which
-    ones it ran, in the source's words (``kernels_told``); empty: those of all of the source's rows. ``needs``: what keeps it waiting."""
+    ones it ran, in words (``kernels_told``); empty: those of all of the source's rows. ``needs``: what keeps it waiting."""
 
     id: str
     family: str

@@ -93,7 +93,8 @@ def page(rows: Sequence[Row], data: Mapping[str, Any], outcomes: Mapping[str, Ou
 
 
 SAID = """\
-Kernels are priced as these words say (`benchmarks/told.py`), call by call where there are none. Gradients are summed in buckets of 25 MiB
+Summaries of what sources or the code that they name run, not quotations. Kernels are priced as they say (`benchmarks/told.py`), call by
+call where nothing is said. Gradients are summed in buckets of 25 MiB
 beside the backward pass, unless a source sums all of them behind it. Updates pass once over parameter, gradient and states, unless
 `optimizers` of the data file counts a source's own.
 
