@@ -18,6 +18,7 @@ import soap
 from benchmarks.layers import LAYER, by_layers
 from benchmarks.published import preset_name, selected
 from benchmarks.published_models import built
+from benchmarks.told import kernels_told
 from soap import api
 from soap.api.float8 import in_float8
 from soap.api.models import planned_graph
@@ -178,18 +179,7 @@ def _says_sequence(row: Row) -> bool:
 
 def kernels_of(row: Row) -> Kernels:
     """How a row's light calls run."""
-    told = str(row["kernels"])
-    added = ("+overlap" if OVERLAP_TOLD.search(told) else "") + ("+flash2" if FLASH2_TOLD.search(told) else "")
-    if "torch.compile" in told and "no torch.compile" not in told:
-        return f"compiled{added}"
-    by_hand = any(own in told for own in ("Transformer Engine", "Megatron fused", "fused bias-GeLU")) or "+overlap" in added
-    return f"{'fused' if by_hand else 'eager'}{added}"
-
-
-OVERLAP_TOLD = re.compile(r"async TP|TP (comm\w* )?overlap|overlaps as in the recipe")
-"""In a row's kernels: collectives of tensor parallelism run in parts with its products."""
-FLASH2_TOLD = re.compile(r"SDPA flash|flash_attention2|flash attention \(triton")
-"""In a row's kernels: FlashAttention-2, or what is of its time. All such rows are older than torch's choice of cuDNN's on Hopper (2.11)."""
+    return kernels_told(str(row["kernels"]))
 
 
 FUSED_NORM = ("RMS kernel", "Transformer Engine", "torch.compile")

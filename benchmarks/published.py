@@ -36,20 +36,27 @@ from benchmarks.layers import by_layers
 from benchmarks.pages import give
 from benchmarks.published_models import graph_of
 from benchmarks.published_table import Outcome, page
+from benchmarks.told import kernels_told
 from soap import api
 from soap.cluster.presets import says_all
-from soap.cluster.topology import Topology
+from soap.cluster.topology import DeviceType, Topology
 from soap.cluster.yaml_file import parse_cluster
 from soap.errors import SoapError
 from soap.files import write_text_atomically
 from soap.model.graph import OperatorGraph
+from soap.plan.compression.training import PLAIN, PlannedTraining
+from soap.profiles.efficiency import memory_share, update_seconds
+from soap.profiles.roofline import RooflineCosts
 from soap.profiles.work import ATTENTION
+from soap.simulator.costs import nanoseconds
 from soap.simulator.kernels import Kernels
+from soap.simulator.simulate import Simulator
 from soap.strategy.classical import NAMED, data_parallel, hybrid, single_device
 from soap.strategy.config import Strategy
 from soap.strategy.grids import uniform_config
 from soap.strategy.named import ADDED, JOIN, named
 from soap.strategy.recomputation import LIGHT, RECOMPUTED, refusal, with_levels
+from soap.strategy.wrapped import Wrapped
 
 DATA = Path(__file__).with_name("published.json")
 
@@ -77,7 +84,7 @@ ON_TOP = (*ADDED, SELECTIVE_OP)
 UNITS = ("samples/s", "tokens/s", "tokens/s/device", "ms")
 
 OPTIONAL: dict[str, Any] = {
-    "accumulate": 1, "tensor": 1, "pipeline": 1, "microbatches": 1, "schedule": "1f1b", "kernels": "eager", "needs": [], "assumed": [],
+    "accumulate": 1, "tensor": 1, "pipeline": 1, "microbatches": 1, "schedule": "1f1b", "kernels": "", "needs": [], "assumed": [],
 }  # fmt: skip
 COUNTS = ("accumulate", "tensor", "pipeline", "microbatches")
 REQUIRED = (
@@ -90,8 +97,8 @@ REQUIRED = (
 class Row:
     """A published figure. ``batch``: samples of all devices in one iteration; ``accumulate``: iterations of a step. ``cluster``: of the
     data file, a preset, or a family of presets, such as ``h100``; ``devices``: of each host. ``tensor``: devices of a tensor-parallel
-    group. ``pipeline``: stages, each of neighbouring devices; ``microbatches``, ``schedule``: of such a pipeline. ``kernels``: how light
-    calls run (``simulator.kernels``). ``needs``: what keeps it waiting."""
+    group. ``pipeline``: stages, each of neighbouring devices; ``microbatches``, ``schedule``: of such a pipeline. ``kernels``: which
+    ones it ran, in words (``kernels_told``); empty: those of all of the source's rows. ``needs``: what keeps it waiting."""
 
     id: str
     family: str
@@ -113,7 +120,7 @@ class Row:
     pipeline: int
     microbatches: int
     schedule: str
-    kernels: Kernels
+    kernels: str
     needs: Sequence[str]
     assumed: Sequence[str]
 
@@ -136,10 +143,10 @@ def problems(data: Mapping[str, Any]) -> list[str]:
     """What is wrong with the data file: missing or unknown fields, names that lead nowhere, figures without source or quotation."""
     found: list[str] = []
     for name, source in data["sources"].items():
-        lacking = [field for field in ("title", "url", "date", "software") if not str(source.get(field, "")).strip()]
+        lacking = [field for field in ("title", "url", "date", "software", "kernels") if not str(source.get(field, "")).strip()]
         found += [f"source {name}: no {field}" for field in lacking]
         found += [f"source {name}: {source['url']!r} is no address"] if not str(source.get("url", "")).startswith("https://") else []
-    for name, cluster in [*data["clusters"].items(), *data["device_types"].items()]:
+    for name, cluster in [*data["clusters"].items(), *data["device_types"].items(), *data["optimizers"].items()]:
         found += [] if str(cluster.get("source", "")).strip() else [f"{name}: no source"]
     families = {row.get("family") for row in data["rows"]}
     found += [f"causes: no row is of family {family!r}" for family in data.get("causes", {}) if family not in families]
@@ -262,10 +269,43 @@ def predict(row: Row, data: Mapping[str, Any]) -> Outcome:
     begin = time.process_time()
     graph = graph_of(data["models"][row.model], row.batch, **PRECISIONS[row.precision])
     topology = topology_of(row, data)
-    simulator = api.simulator_for(graph, topology, optimizer_states=row.optimizer_states, costs="estimate", kernels=row.kernels)
-    simulation = simulator.run(strategy_of(row, graph, topology))
+    simulation = simulator_of(row, data, graph, topology).run(strategy_of(row, graph, topology))
     seconds = simulation.step_ns(row.accumulate) / 1e9
     return Outcome(row.id, seconds, max(simulation.peak_bytes), simulation.fits, round(time.process_time() - begin))
+
+
+def simulator_of(row: Row, data: Mapping[str, Any], graph: OperatorGraph, topology: Topology) -> Simulator:
+    """A simulator with the row's kernels, optimizer, and moment at which gradients are summed."""
+    source = data["sources"][row.source]
+    kernels = kernels_told(row.kernels or source["kernels"])
+    own = api.simulator_for(graph, topology, optimizer_states=row.optimizer_states, costs="estimate", kernels=kernels)
+    update, costs = data["optimizers"].get(row.optimizer), own.costs
+    if update is not None:
+        costs = CountedUpdates(topology, row.optimizer_states, kernels, update)
+    everything = (tuple(parameter.name for parameter in graph.parameters),)
+    training = PlannedTraining(wrapped=Wrapped(everything)) if "summed_together" in source else PLAIN
+    return Simulator(own.graph, topology, costs, row.optimizer_states, training)
+
+
+class CountedUpdates(RooflineCosts):
+    """Costs of an optimizer whose passes over memory are counted in its source."""
+
+    def __init__(self, topology: Topology, optimizer_states: int, kernels: Kernels, update: Mapping[str, Any]) -> None:
+        """``update``: ``passes``: how often a tensor of a parameter's size is read or written; ``calls`` for each parameter, beside kernels
+        for many."""
+        super().__init__(topology, optimizer_states, kernels)
+        self._passes, self._calls = update["passes"], update["calls"]
+
+    @property
+    def hash(self) -> str:
+        """Of the figures that enter an answer."""
+        return f"{super().hash} {self._passes} {self._calls}"
+
+    def update_ns(self, parameter_bytes: int, device: DeviceType) -> int:
+        """The passes' traffic, and the calls."""
+        bandwidth = device.memory_bandwidth_bytes_per_second * memory_share(device)
+        calls = self._calls * device.kernel_seconds + (update_seconds(device, self.optimizer_states) or 0.0)
+        return nanoseconds(self._passes * parameter_bytes / bandwidth + calls)
 
 
 def predictions(rows: Sequence[Row], data: Mapping[str, Any], processes: int, resume: Path | None) -> dict[str, Outcome]:

@@ -8,6 +8,7 @@ from itertools import combinations
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.told import kernels_told
 from soap.units import format_bytes
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ def page(rows: Sequence[Row], data: Mapping[str, Any], outcomes: Mapping[str, Ou
     if done:
         refused = sum(not outcomes[row.id].fits for row in done)
         notes = f"{NOTES}So it is for {refused} of {len(done)}.\n"
-        parts += ["## Simulated\n\n" + notes, _simulated(done, outcomes, pairs), "## Errors and order\n\n" + _summary(done, pairs)]
+        parts += ["## Simulated\n\n" + notes, _simulated(done, data, outcomes, pairs), "## Errors and order\n\n" + _summary(done, pairs)]
         families = {row.family for row in done}
         causes = [f"- **{family}**: {text}\n" for family, text in data.get("causes", {}).items() if family in families]
         parts += ["## What is known of the causes\n\n" + "".join(causes)] if causes else []
@@ -84,21 +85,41 @@ def page(rows: Sequence[Row], data: Mapping[str, Any], outcomes: Mapping[str, Ou
     if waiting:
         head = ("row", "devices", "strategy", "precision", "published", "step", "needs", "source")
         parts.append("## Waiting\n\n" + _table(head, _waiting(waiting, data, published)))
+    parts.append("## What sources say of their runs\n\n" + SAID + _told(rows, data))
+    head = ("source", "title", "date", "software")
     used = dict.fromkeys(row.source for row in rows)
-    parts.append(
-        "## Sources\n\n" + _table(("source", "title", "date", "software"), (_source(name, data["sources"][name]) for name in used))
-    )
+    parts.append("## Sources\n\n" + _table(head, (_source(name, data["sources"][name]) for name in used)))
     return "\n".join(parts)
 
 
-def _simulated(rows: Sequence[Row], outcomes: Mapping[str, Outcome], pairs: Mapping[str, Pair]) -> str:
-    head = ("row", "devices", "strategy", "precision", "published", "published step", "predicted step", "error", "memory")
+SAID = """\
+Summaries of what sources or the code that they name run, not quotations. Kernels are priced as they say (`benchmarks/told.py`), call by
+call where nothing is said. Gradients are summed in buckets of 25 MiB
+beside the backward pass, unless a source sums all of them behind it. Updates pass once over parameter, gradient and states, unless
+`optimizers` of the data file counts a source's own.
+
+"""
+
+
+def _told(rows: Sequence[Row], data: Mapping[str, Any]) -> str:
+    """By source, its words about kernels, and about rows that differ; and about sums behind the backward pass."""
+    lines = []
+    for name in dict.fromkeys(row.source for row in rows):
+        source, others = data["sources"][name], {row.kernels: row.id for row in rows if row.source == name and row.kernels}
+        own = "; ".join([source["kernels"], *(f"{row}: {words}" for words, row in others.items())])
+        lines.append((name, own, source.get("summed_together", "")))
+    return _table(("source", "kernels", "all gradients at once"), lines)
+
+
+def _simulated(rows: Sequence[Row], data: Mapping[str, Any], outcomes: Mapping[str, Outcome], pairs: Mapping[str, Pair]) -> str:
+    head = ("row", "devices", "strategy", "precision", "published", "published step", "predicted step", "error", "memory", "kernels")
     lines = []
     for row in rows:
         outcome, pair = outcomes[row.id], pairs[row.id]
         memory = format_bytes(outcome.peak_bytes) + ("" if outcome.fits else ": refused")
+        kernels = kernels_told(row.kernels or data["sources"][row.source]["kernels"])
         figure, steps = _figure(row), (milliseconds(pair.published), milliseconds(pair.predicted))
-        lines.append((row.id, row.hosts * row.devices, strategy(row), row.precision, figure, *steps, f"{pair.error:+.0%}", memory))
+        lines.append((row.id, row.hosts * row.devices, strategy(row), row.precision, figure, *steps, f"{pair.error:+.0%}", memory, kernels))
     return _table(head, lines)
 
 

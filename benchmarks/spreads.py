@@ -119,7 +119,7 @@ def measured_gain_errors(table: str) -> list[float]:
 
 def published_errors(table: str) -> list[float]:
     """ln(predicted / published) of the rows of docs/results/published.md on one device, where nothing is communicated."""
-    return [math.log(1 + float(row[7].rstrip("%")) / 100) for row in _rows(table) if len(row) == 9 and row[1] == "1"]
+    return [math.log(1 + float(row[7].rstrip("%")) / 100) for row in _rows(table) if len(row) == 10 and row[1] == "1"]
 
 
 def quick_error(values: Sequence[Mapping[str, Any]], names: Sequence[str]) -> float:

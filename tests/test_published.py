@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,12 @@ from benchmarks import published
 from benchmarks.published import Row, problems, published_seconds, read, rows_of, selected, strategy_of, table_wise, topology_of
 from benchmarks.published_models import graph_of
 from benchmarks.published_table import page
+from benchmarks.told import kernels_told
 from soap.cluster.presets import device_types
 from soap.model.graph import OperatorGraph
-from soap.profiles.efficiency import ATTENTION
+from soap.profiles.efficiency import memory_share
+from soap.profiles.roofline import RooflineCosts
+from soap.profiles.work import ATTENTION
 from soap.strategy.recomputation import LIGHT, RECOMPUTED
 
 PAGE = Path(__file__).parent.parent / "docs" / "results" / "published.md"
@@ -37,6 +41,10 @@ def made(**changed: Any) -> Row:
     """A row of the data file with other fields."""
     row = {**published.OPTIONAL, **next(row for row in read()["rows"] if row["id"] == "libai-megatron-gpt2-dp4"), **changed}
     return Row(**row)
+
+
+PLAIN = {"source": "hf-nvlink", "precision": "float32", "optimizer": "AdamW", "optimizer_states": 2}
+"""Of a row that runs as SOAP does by default."""
 
 
 def with_tiny() -> dict[str, Any]:
@@ -147,7 +155,7 @@ def test_a_rows_precision_is_the_graphs() -> None:
 def test_one_row_from_end_to_end(tiny: OperatorGraph) -> None:
     """What the program predicts is what ``soap.simulate`` says of the same model, cluster and strategy."""
     data = with_tiny()
-    row = made(model="tiny", batch=8, devices=2, precision="float32", cluster="dlperf-v100", figure=4.0, unit="ms")
+    row = made(model="tiny", batch=8, devices=2, cluster="dlperf-v100", figure=4.0, unit="ms", **PLAIN)
     outcome = published.predict(row, data)
     graph, topology = tiny, topology_of(row, data)
     alone = soap.simulate(graph, topology, "data_parallel", costs="estimate")
@@ -163,10 +171,47 @@ def test_one_row_from_end_to_end(tiny: OperatorGraph) -> None:
 def test_steps_of_several_iterations_update_once(tiny: OperatorGraph, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(published, "graph_of", lambda *_, **__: tiny)
     data = with_tiny()
-    row = made(model="tiny", batch=8, devices=2, precision="float32", accumulate=3)
+    row = made(model="tiny", batch=8, devices=2, accumulate=3, **PLAIN)
     simulation = soap.simulate(tiny, topology_of(row, data), "data_parallel", costs="estimate")
     assert published.predict(row, data).seconds == simulation.step_ns(3) / 1e9
     assert simulation.makespan_ns < simulation.step_ns(3) < 3 * simulation.makespan_ns
+
+
+def test_kernels_optimizers_and_sums_are_as_sources_say(tiny: OperatorGraph) -> None:
+    """By hand: what the counted passes move, and one sum of all gradients that begins behind the last of them."""
+    data = with_tiny()
+    rows = [made(model="tiny", batch=8, devices=2, **own) for own in (PLAIN, {**PLAIN, "source": "libai"})]
+    topology = topology_of(rows[0], data)
+    plain, megatron = (published.simulator_of(row, data, tiny, topology) for row in rows)
+    assert isinstance(plain.costs, RooflineCosts) and isinstance(megatron.costs, RooflineCosts)
+    assert (plain.costs.kernels, megatron.costs.kernels) == ("eager", "fused")
+    step = megatron.run(strategy_of(rows[0], tiny, topology))
+    kinds = {kind: [i for i, task in enumerate(step.tasks.tasks) if task.kind.value == kind] for kind in ("backward", "sync")}
+    (sync,) = kinds["sync"]
+    assert step.schedule.start_ns[sync] >= max(step.schedule.end_ns[i] for i in kinds["backward"])
+    counted = published.simulator_of(replace(rows[0], optimizer="BertAdam"), data, tiny, topology)
+    device, passes = topology.devices[0].type, data["optimizers"]["BertAdam"]
+    assert counted.costs.hash != plain.costs.hash
+    times = [counted.costs.update_ns(size, device) for size in (10**9, 0)]
+    moved = passes["passes"] * 10**9 / (device.memory_bandwidth_bytes_per_second * memory_share(device))
+    assert times[0] - times[1] == pytest.approx(moved * 1e9, abs=2) and times[1] == pytest.approx(17 * 5000 + 2500, abs=1)
+
+
+@pytest.mark.parametrize(
+    ("told", "kernels"),
+    [
+        ("not stated", "eager"),
+        ("TensorFlow 1.6, call by call", "eager"),
+        ("flash attention (triton/cuda), low-precision layer norm, no torch.compile", "eager+flash2"),
+        ("torch.compile, SDPA flash attention, async TP", "compiled+overlap+flash2"),
+        ("Megatron fused kernels; no flash attention", "fused"),
+        ("fused kernels of its own, cuDNN flash attention", "fused"),
+        ("Transformer Engine, cuDNN flash attention, TP overlap", "fused+overlap"),
+        ("JIT-scripted bias with GELU, Apex layer norm; attention call by call", "eager"),
+    ],
+)
+def test_kernels_by_what_a_source_says(told: str, kernels: str) -> None:
+    assert kernels_told(told) == kernels
 
 
 def test_tensor_and_table_wise_strategies(tiny: OperatorGraph) -> None:

@@ -1,7 +1,8 @@
 """Which share of a GPU's peak rates its kernels reach, by kind of operator and type of number; and what an update costs there.
 
 The shares stand in ``soap/profiles/data/efficiency.json`` beside the measurements that they come from. They hold for GPUs whose sheet has
-a rate for TF32. Of older ones ``PEAK_SHARE`` of the peak is assumed, and the share of the bandwidth that others measured on a V100.
+a rate for TF32. Older ones reach in products what others measured on a V100 and on a TITAN Xp, by size; ``PEAK_SHARE`` of the peak in all
+else is assumed, and the share of the bandwidth that others measured on a V100.
 
 Attention in 16-bit types has a table by length, width of heads and mask for each generation of GPUs.
 
@@ -42,10 +43,11 @@ class Shares:
 
 def shares(device: DeviceType, kind: str, kernel: Kernel, *, backward: bool = False, flash2: bool = False) -> Shares:
     """What a kernel of an operator of this kind reaches on a device. ``flash2``: attention is that of FlashAttention-2 everywhere."""
+    dtype, family = kernel.dtype_on(device.kind), _family(kind, backward)
     if not _knows(device):
-        return Shares(1.0 if device.is_measured else PEAK_SHARE, memory_share(device))
-    dtype = kernel.dtype_on(device.kind)
-    product, family = _value("product").get(dtype, PEAK_SHARE), _family(kind, backward)
+        older = _older_product(device, dtype, kernel.flops) if family == "product" and device.kind == "cuda" else PEAK_SHARE
+        return Shares(1.0 if device.is_measured else older, memory_share(device))
+    product = _value("product").get(dtype, PEAK_SHARE)
     arithmetic = _value(family).get(dtype, product)
     if kernel.unaligned and family == "product":
         arithmetic = _value("unaligned_product").get(dtype, arithmetic)
@@ -57,6 +59,26 @@ def shares(device: DeviceType, kind: str, kernel: Kernel, *, backward: bool = Fa
     return Shares(arithmetic, memory)
 
 
+def _older_product(device: DeviceType, dtype: str, flops: float) -> float:
+    """The share of the peak that a product reaches on a GPU without TF32: of tensor cores by the table of those, else by the one of the GPU
+    whose peak in float32 is nearest."""
+    rate, single = device.flops(dtype), device.flops("float32")
+    tables: list[Mapping[str, Any]] = list(_value("older_product").values())
+    if dtype == "float16" and rate >= TENSOR_CORES * single:
+        table = next(own for own in tables if dtype in own)
+        reached, peak = table[dtype], table["tensor_peak"]
+    elif dtype in ("float32", "float16"):
+        table = min(tables, key=lambda own: abs(log(own["peak"] / single)))
+        reached, peak = table["float32"], table["peak"]
+    else:
+        return PEAK_SHARE
+    return _between(dict(zip(table["gflop"], reached, strict=True)), max(flops / 1e9, 1e-9)) * 1e12 / float(peak)
+
+
+TENSOR_CORES = 4
+"""A rate for float16 that is so many times float32's is that of tensor cores; other units have at most twice float32's."""
+
+
 def _flash_attention(rate: float, scores: Scores, backward: bool, flash2: bool) -> float:
     """The share of the peak, by the table of the GPU whose peak is nearest to a rate."""
     tables: list[Mapping[str, Any]] = list({**_value("flash_attention"), **(_value("flash_attention_2") if flash2 else {})}.values())
@@ -66,7 +88,7 @@ def _flash_attention(rate: float, scores: Scores, backward: bool, flash2: bool) 
     return _between(by_width, scores.width) * 1e12 / float(table["peak"]) * (BACKWARD_PRODUCTS if backward else 1.0)
 
 
-def _between(known: Mapping[int, float], wanted: int) -> float:
+def _between(known: Mapping[Any, float], wanted: float) -> float:
     """Linear in the logarithm between the nearest sizes that are known; beyond them, what the outermost has."""
     for (low, less), (high, more) in pairwise(known.items()):
         if wanted <= high:

@@ -50,7 +50,8 @@ class RooflineCosts:
     def __init__(self, topology: Topology, optimizer_states: int = 2, kernels: Kernels = "eager") -> None:
         """``optimizer_states``: tensors of a parameter's size that the optimizer keeps for it (Adam 2, momentum 1, plain SGD 0).
         ``kernels``: those that the graphs which are asked about have (``simulator.kernels.joined``)."""
-        self.optimizer_states, self.kernels, self._flash2 = optimizer_states, kernels, FLASH2 in kernels.split("+")
+        self.optimizer_states, self.kernels, (kind, *added) = optimizer_states, kernels, kernels.split("+")
+        self._flash2, self._fused_lookups = FLASH2 in added, kind == "fused"
         types = {device.type.name: device.type for device in topology.devices}
         self._types = tuple(types[name] for name in sorted(types))
         self._tiles: dict[AnswerKey, int] = {}
@@ -125,7 +126,7 @@ class RooflineCosts:
         if answer is None:
             if len(self._tiles) >= CACHE_ENTRIES:
                 self._tiles.clear()
-            work = backward_work(graph, tile) if backward else forward_work(graph, tile)
+            work = backward_work(graph, tile) if backward else forward_work(graph, tile, fused_lookups=self._fused_lookups)
             answer = self._tiles[key] = nanoseconds(self._seconds(work, graph, tile, device, backward=backward))
         return answer
 

@@ -91,16 +91,16 @@ def constants() -> list[object]:
     return [SAVED_TRAFFIC, sorted(LOOKUP_KINDS), LSTM_CALLS, STEP_CALLS, sorted(STEPWISE_KINDS), ROW_CALLS, PLACE_TRAFFIC, DRAWN_PER_CALL]
 
 
-def forward_work(graph: OperatorGraph, tile: Tile) -> tuple[Kernel, ...]:
+def forward_work(graph: OperatorGraph, tile: Tile, *, fused_lookups: bool = False) -> tuple[Kernel, ...]:
     """One pass over inputs, parameters and outputs, and over what is kept between the fused calls, and random numbers, which are drawn for
-    whole blocks. A sparse lookup has to find its rows first."""
+    whole blocks. A sparse lookup has to find its rows first, unless ``fused_lookups``: one kernel reads them where they are."""
     op = graph.operators[tile.operator]
     traffic = _bytes(graph, op.inputs, tile.inputs) + _bytes(graph, op.outputs, tile.outputs) + _read_parameters(graph, op, tile)
     kernel = _narrowed(op, tile, _kernel(graph, tile, tile_flops(op, tile), traffic, saves=True), backward=False)
     if op.drawn:
         drawing = ceil(sum(drawn.by(tile.intervals) for drawn in op.drawn) / DRAWN_PER_CALL)
         kernel = replace(kernel, inner_calls=kernel.inner_calls + drawing)
-    return (_finding_rows(graph, op, tile), kernel) if tile.sparse_lookup else (kernel,)
+    return (_finding_rows(graph, op, tile), kernel) if tile.sparse_lookup and not fused_lookups else (kernel,)
 
 
 def light_work(graph: OperatorGraph, tile: Tile) -> tuple[Kernel, ...]:

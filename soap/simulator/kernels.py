@@ -33,7 +33,8 @@ FUSED = frozenset(
     | {"expert_mm", "expert_product"}
 )
 """Kinds of operators for whose calls there are hand-written kernels: activations with a bias or a gate before a product, rotary embeddings
-before attention, scaled masked softmax, norms, bias with dropout and addition, the loss. Experts' grouped products as others."""
+before attention, scaled masked softmax without dropout, norms, bias with dropout and addition, the loss. Experts' grouped products as
+others. Those for lookups read rows where they are, and update them so: they find no rows first (``profiles.work``)."""
 
 
 def check_kernels(kernels: str) -> None:
@@ -48,7 +49,10 @@ def joined(graph: OperatorGraph, kernels: Kernels) -> OperatorGraph:
     check_kernels(kernels)
     own, (kind, *added) = graph, kernels.split("+")
     if kind != "eager":
-        own = replace(graph, operators=tuple(_joined(op) if kind == "compiled" or op.kind in FUSED else op for op in graph.operators))
+        apart = [0 if kind == "compiled" else _apart_bytes(graph, op) for op in graph.operators]
+        chosen = (kind == "compiled" or op.kind in FUSED for op in graph.operators)
+        joined_ones = (_joined(op, own) if is_chosen else op for op, own, is_chosen in zip(graph.operators, apart, chosen, strict=True))
+        own = replace(graph, operators=tuple(joined_ones))
         known = _Joined(graph, own)
         own = replace(own, footprints=known, part_footprints=_JoinedParts(graph.part_footprints, known))
     if OVERLAP not in added:
@@ -56,9 +60,19 @@ def joined(graph: OperatorGraph, kernels: Kernels) -> OperatorGraph:
     return replace(own, operators=tuple(replace(op, overlaps=True) if op.kind in PRODUCTS else op for op in own.operators))
 
 
-def _joined(op: Operator) -> Operator:
-    launches = min(len(op.calls) - op.views, 2 if op.kind in PRODUCTS else 1)
-    return replace(op, fused_bytes=op.fused_bytes + op.joined_bytes, joined_bytes=0, views=len(op.calls) - launches)
+def _joined(op: Operator, apart_bytes: int) -> Operator:
+    launches = min(len(op.calls) - op.views, 2 if op.kind in PRODUCTS or apart_bytes else 1)
+    fused_bytes = op.fused_bytes + max(0, op.joined_bytes - apart_bytes)
+    return replace(op, fused_bytes=fused_bytes, joined_bytes=0, views=len(op.calls) - launches)
+
+
+def _apart_bytes(graph: OperatorGraph, op: Operator) -> int:
+    """What a hand-written softmax passes to the dropout behind it, which is a kernel of its own (Megatron-LM, ``CoreAttention``), and the
+    dropout's mask, a byte for each number."""
+    if op.kind != "softmax" or not op.drawn:
+        return 0
+    tensors = [graph.tensors[operand.tensor] for operand in op.outputs]
+    return sum(tensor.bytes + tensor.bytes // tensor.itemsize for tensor in tensors)
 
 
 class _Joined(Mapping[str, tuple[Footprint, ...]]):

@@ -44,11 +44,22 @@ def test_the_file_has_what_was_measured() -> None:
 
 def test_devices_of_which_nothing_is_known() -> None:
     older = figures()["older_memory"]
-    assert shares(P100, "conv2d", plain("float32")) == shares(P100, "linear", plain("float16")) == Shares(PEAK_SHARE, older)
+    assert shares(P100, "conv2d", plain("float32")) == shares(P100, "linear", plain("float64")) == Shares(PEAK_SHARE, older)
     assert shares(replace(P100, source="measured"), "linear", plain("float32")) == Shares(1.0, 1.0)
     assert shares(CPU, "linear", plain("float32")).memory == memory_share(replace(P100, source="measured")) == 1.0
     assert memory_share(P100) == older
     assert update_seconds(CPU, 2) is None
+
+
+def test_older_products_reach_what_deepbench_has() -> None:
+    """By hand: 97.8 of 125 TFLOP/s on a V100's tensor cores, 13.0 of 15.7 in float32; a P100 has no tensor cores, and its peak in float32
+    is nearer to a TITAN Xp's."""
+    v100, kernels = device_types()["v100-16gb"], [replace(plain(dtype), flops=50.3e9) for dtype in ("float32", "float16")]
+    found = [shares(device, "linear", kernel).arithmetic for device in (v100, P100) for kernel in kernels]
+    assert found == pytest.approx([13.0 / 15.7, 97.8 / 125, 10.2 / 12.15, 10.2 / 12.15])
+    small = [shares(v100, "linear", replace(plain("float16"), flops=flops)).arithmetic for flops in (0.0, 0.8e9, 4.7e9, 1e15)]
+    assert small == pytest.approx([34.4 / 125, 34.4 / 125, 62.3 / 125, 103.8 / 125])
+    assert shares(v100, "conv2d", plain("float16")).arithmetic == PEAK_SHARE
 
 
 @pytest.mark.parametrize(

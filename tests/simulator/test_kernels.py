@@ -81,6 +81,17 @@ def test_a_chain_without_a_product_reads_and_writes_its_ends_once() -> None:
     assert sizes[1] < sizes[0]
 
 
+def test_a_hand_written_softmax_leaves_the_dropout_behind_it_to_a_kernel_of_its_own() -> None:
+    """By hand: the softmax's result, and a mask of a byte for each number, are written and read."""
+    eager = graph_of(lambda gate, up: nn.functional.dropout(torch.softmax(gate * 0.5, -1), 0.1) + up)
+    op, tile = next((o, whole_tile(eager, i)) for i, o in enumerate(eager.operators) if o.kind == "softmax")
+    apart = [forward_work(joined(eager, kernels), tile)[0].apart_bytes for kernels in ("compiled", "fused")]
+    size = sum(eager.tensors[operand.tensor].bytes for operand in op.outputs)
+    assert op.drawn and apart == [0, 2 * (size + size // 2)]
+    launches = [own.calls - own.views for kernels in ("compiled", "fused") for own in forward_work(joined(eager, kernels), tile)]
+    assert launches == [1, 2]
+
+
 def test_hand_written_are_those_of_known_kinds() -> None:
     graph = graph_of(lambda gate, up: torch.cumsum(gate, -1).sin().cos() + up)
     others = [op for op, own in zip(graph.operators, joined(graph, "fused").operators, strict=True) if op is own]
