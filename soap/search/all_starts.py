@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from math import inf
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -164,8 +165,8 @@ class _More:
 
     def _mixtures(self) -> bool:
         """If data parallelism lacks memory and nobody names starts, evaluate the ``grid.mixtures`` that rough costs expect to be faster
-        than the best start that fits, the most promising first, and the best pipeline of them by other schedules. Returns whether a
-        pipeline that keeps everything may be."""
+        than the best start that fits, the most promising first; pipelines that only another schedule than 1F1B makes as fast by that one;
+        and the best pipeline of all by a few more. Returns whether a pipeline that keeps everything may be."""
         space, topology, options, evaluator = self.space, self.topology, self.options, self.evaluator
         lacking = any(start.name == BASELINE and not start.fits for start in self.recorder.starts)
         if options.starts is not None or not lacking:
@@ -174,22 +175,28 @@ class _More:
         rough = RoughCosts(evaluator.shared)
         found = mixtures(space.graph, topology, rough, evaluator.optimizer_states, recompute=options.recompute is not False)
         for own in found:
-            at_most_ns = PROMISING * self._least_ns
-            hopeless = own.expected_ns > at_most_ns or (own.lacking_bytes > 0 and at_most_ns < inf)
             if count == MOST_EVALUATED or (count and left < 0):
                 break
+            at_most_ns, schedules = self._least_ns, list[str]()
+            hopeless = own.least_ns > at_most_ns or (own.lacking_bytes > 0 and at_most_ns < inf)
             if hopeless or (own.stages > 1 and options.pipelines is False):
                 continue
+            if own.expected_ns > PROMISING * at_most_ns and not (schedules := by_other_schedules(own)[:1]):
+                continue  # only another schedule could make it the best
             left -= own.tiles
-            if (count and left < 0) or (start := self._mixture(own.name)) is None:
+            if (count and left < 0) or (start := self._mixture(reduce(on_top, schedules, own.name))) is None:
                 continue
             count += 1
             if start.fits and own.stages > 1:
                 pipelines.append((start, own))
         if pipelines:
             start, own = min(pipelines, key=lambda one: one[0].cost_ns)
+            known = {one.name for one in self.recorder.starts}
             for schedule in by_other_schedules(own)[:MOST_SCHEDULES]:
-                self._mixture(on_top(start.name, schedule))
+                name = on_top(own.name, schedule)
+                name = on_top(name, GATHER_AGAIN) if GATHER_AGAIN in start.name else name
+                if name not in known:
+                    self._mixture(name)
         return pipelines_may_pay(topology, found, PROMISING * self._least_ns)
 
     def _mixture(self, name: str) -> Start | None:

@@ -26,7 +26,6 @@ from soap.schedules.play import equal, in_flight, play
 from soap.search.pipelines import CHUNKS
 from soap.search.rough_costs import RoughCosts
 from soap.simulator.memory.footprint import kept_share, product_share
-from soap.simulator.simulate import MOST_PLANNED_TILES
 from soap.strategy.config import Strategy
 from soap.strategy.grids import device_order, tensor_parallel_width
 from soap.strategy.megatron import ExpertMapping, hybrid
@@ -79,8 +78,7 @@ class Mixture:
 
 def mixtures(graph: OperatorGraph, topology: Topology, rough: RoughCosts, optimizer_states: int, *, recompute: bool) -> list[Mixture]:
     """The grid of widths of tensor parallelism, up to ``MOST_STAGES`` stages, micro-batches and recomputation, the most promising first;
-    without data parallelism of all samples at once. ``recompute``: whether operators may run again. More than two copies own nothing in
-    parts where two are more than ``MOST_PLANNED_TILES``: engines play such copies only if they own all (``FoldedCommunication``)."""
+    without data parallelism of all samples at once. ``recompute``: whether operators may run again."""
     samples, count, found, order = samples_of(graph) or 1, len(topology.workers), list[Mixture](), device_order(topology)
     extents = EXTENTS.items() if recompute else [("", STAYS)]
     for tensor, mapping in product(_widths(graph, topology), _mappings(graph, topology)):
@@ -96,17 +94,15 @@ def mixtures(graph: OperatorGraph, topology: Topology, rough: RoughCosts, optimi
                 filled_ns, least_ns = (busy_ns + busy_ns * (stages - 1) // (parts * chunks) for chunks in (1, max(CHUNKS)))
                 sum_ns = rough.communication.allreduce(own.trained_bytes, order[:: tensor * stages])[0] if copies > 1 else 0
                 kept_bytes = own.kept_bytes[extent] * min(stages, parts) // parts
-                few = min(parts, FEW + stages)
-                owned = copies > 1 and (copies <= LEFT or LEFT * len(graph.operators) * tensor * few <= MOST_PLANNED_TILES)
-                states = optimizer_states / copies if owned else optimizer_states
+                states = optimizer_states / copies
                 held_bytes, limit = round(own.trained_bytes * (2 + states)) // stages + kept_bytes, min(topology.memory_limits)
-                sharing = ("fsdp" if parts == 1 or (stages == 1 and held_bytes > limit) else "zero1") if owned else ""
+                sharing = ("fsdp" if parts == 1 or (stages == 1 and held_bytes > limit) else "zero1") if copies > 1 else ""
                 if sharing == "fsdp":  # about: each micro-batch gathers values twice and scatters gradients, while others compute
                     filled_ns = least_ns = max(filled_ns, 3 * sum_ns * parts // 2)
                     held_bytes = round(own.trained_bytes * (2 + optimizer_states) / copies) + kept_bytes
                 name = _name(tensor, stages, parts, mapping, sharing, again)
                 lacking_bytes = max(0, held_bytes - limit)
-                tiles = min(copies, LEFT) * len(graph.operators) * tensor * min(parts, 3 * few)
+                tiles = min(copies, LEFT) * len(graph.operators) * tensor * min(parts, 3 * (FEW + stages))
                 found.append(Mixture(name, stages, parts, again, filled_ns, least_ns, lacking_bytes, tiles))
     return sorted(found, key=lambda one: (one.lacking_bytes, one.expected_ns))
 

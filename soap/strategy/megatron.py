@@ -71,7 +71,8 @@ def hybrid(
     experts: ExpertMapping | None = None,
 ) -> Strategy:
     """``megatron`` with groups of ``tensor`` neighbouring devices, and with the operators in ``pipeline`` stages of about equal work, each
-    on a group of its own (Narayanan et al. 2021). So each copy of the model takes ``tensor * context * pipeline`` neighbouring devices.
+    on a group of its own (Narayanan et al. 2021). So each copy of the model takes ``tensor * context * pipeline`` neighbouring devices;
+    with ``experts`` each stage takes neighbouring ones, so that rows travel to experts as near as may be (Megatron-LM's order of ranks).
     ``microbatches``, ``scatters``, ``context``, ``experts``: as in ``staged``.
 
     StrategyError if the number of devices is not a multiple of that, or there are more stages than operators.
@@ -82,7 +83,7 @@ def hybrid(
         first = blocks[min(chain.factors)]
         for i in chain.factors:
             blocks[i] = first
-    groups = copied_stages(topology, tensor=tensor * context, pipeline=pipeline)
+    groups = _stages(topology, tensor * context, pipeline, experts)
     return staged(
         graph, topology, blocks, groups, tensor=tensor, microbatches=microbatches, scatters=scatters, context=context, experts=experts
     )
@@ -116,7 +117,7 @@ def three_dimensional(
                 if operand.tensor in graph.producers:
                     maker = graph.producers[operand.tensor][0]
                     blocks[maker] = min(blocks[maker], blocks[i])
-    groups, stage_of = copied_stages(topology, tensor=tensor * context, pipeline=pipeline), stages_of_chunks(count, schedule)
+    groups, stage_of = _stages(topology, tensor * context, pipeline, experts), stages_of_chunks(count, schedule)
     lays: dict[str, Any] = {"tensor": tensor, "microbatches": microbatches, "scatters": scatters, "context": context}
     strategy = staged(graph, topology, [stage_of[chunk] for chunk in blocks], groups, **lays, experts=experts)
     return replace(strategy, stages=stages_of(graph, blocks), schedule=schedule)
@@ -129,6 +130,15 @@ def _require_groups(graph: OperatorGraph, topology: Topology, tensor: int, pipel
         )
     if chunks > len(graph.operators):
         raise StrategyError(f"{chunks} stages or chunks for {len(graph.operators)} operators; expected no more than operators")
+
+
+def _stages(topology: Topology, width: int, pipeline: int, experts: ExpertMapping | None) -> list[tuple[int, ...]]:
+    """The devices of each stage, in groups of this width."""
+    if experts is None:
+        return copied_stages(topology, tensor=width, pipeline=pipeline)
+    order = device_order(topology)
+    each = len(order) // pipeline
+    return [tuple(order[stage * each : (stage + 1) * each]) for stage in range(pipeline)]
 
 
 def copied_stages(topology: Topology, *, tensor: int, pipeline: int) -> list[tuple[int, ...]]:
@@ -294,8 +304,9 @@ def _last_matrices(graph: OperatorGraph) -> set[int]:
 
 
 def operator_work(graph: OperatorGraph) -> list[int]:
-    """Floating-point operations of each operator; at least the number of points of its iteration space, where none are counted."""
-    return [max(op.flops, prod(factor.size for factor in op.factors)) for op in graph.operators]
+    """Floating-point operations of each operator; at least one for each number that it reads of other operators or makes. (A lookup reads no
+    more of its table than it makes.)"""
+    return [max(op.flops, *(prod(graph.tensors[own.tensor].shape) for own in (*op.inputs, *op.outputs))) for op in graph.operators]
 
 
 def balanced_blocks(work: Sequence[int], blocks: int) -> list[int]:
