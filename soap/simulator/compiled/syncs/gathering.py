@@ -128,8 +128,9 @@ def _order(W, buckets, uses):  # type: ignore[no-untyped-def]
         S.g_first[bucket], S.g_latest[bucket] = min(S.g_first[bucket], op), max(S.g_latest[bucket], op)
         if G.backward[op]:
             S.g_final[bucket] = min(S.g_final[bucket], op)
-        if G.backward[op] and not _is_all_step(W, bucket):
-            S.g_chunk[bucket], S.g_last[bucket] = max((S.g_chunk[bucket], S.g_last[bucket]), (S.g_needed_in[op], S.g_needed[op]))
+        needed = G.backward[op] and not _is_all_step(W, bucket)
+        if needed and _is_first(S.g_needed_in[op], S.g_needed[op], S.g_chunk[bucket], S.g_last[bucket]):
+            S.g_chunk[bucket], S.g_last[bucket] = S.g_needed_in[op], S.g_needed[op]
     _sort(S, buckets, 0)
     _sort(S, buckets, 1)
     items = 0
@@ -174,14 +175,19 @@ def _find_needed(W):  # type: ignore[no-untyped-def]
     if len(G.backward) > len(S.g_needed):
         raise MemoryError(FULL)
     for op in range(len(G.backward) - 1, -1, -1):
-        chunk, last = A.chunk[op], op
+        S.g_needed_in[op], S.g_needed[op] = A.chunk[op], op
         for i in range(G.reader_ptr[op], G.reader_ptr[op + 1] if runs_again(C, op) else G.reader_ptr[op]):
-            reader = G.reader[i]
-            if is_made_again(C, op) and runs_again(C, reader):
-                chunk, last = max((chunk, last), (S.g_needed_in[reader], S.g_needed[reader]))
-            else:
-                chunk, last = max((chunk, last), (A.chunk[op], reader))
-        S.g_needed_in[op], S.g_needed[op] = chunk, last
+            reader, both = G.reader[i], is_made_again(C, op) and runs_again(C, G.reader[i])
+            chunk = S.g_needed_in[reader] if both else A.chunk[op]
+            needed = S.g_needed[reader] if both else reader
+            if _is_first(chunk, needed, S.g_needed_in[op], S.g_needed[op]):
+                S.g_needed_in[op], S.g_needed[op] = chunk, needed
+
+
+@compiled
+def _is_first(chunk, op, other_chunk, other):  # type: ignore[no-untyped-def]
+    """Whether the backward pass comes to an operator before another one, each of the chunk before it (``recomputation.Needed``)."""
+    return chunk > other_chunk or (chunk == other_chunk and op > other)
 
 
 @compiled
