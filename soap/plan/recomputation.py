@@ -13,6 +13,7 @@ it is a run of its own.
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import NamedTuple
 
 from soap.plan.plan import Plan
 
@@ -62,13 +63,25 @@ def dropped_holdings(plan: Plan, tiles: Collection[int], active: Collection[int]
     return dropped.union(sums if again else ())
 
 
-def needed_from(plan: Plan) -> tuple[int, ...]:
-    """Operator -> position to which the backward pass has come when it first needs what the operator reads: the operator's own, or if that
-    is recomputed the last one that may need a second run of it."""
+class Needed(NamedTuple):
+    """Where a backward pass has come: the ``chunk`` of its action (``PassOrder``; 0 without micro-batches), of which the highest goes back
+    first, and the ``position`` of the operator."""
+
+    chunk: int
+    position: int
+
+
+def needed_from(plan: Plan) -> tuple[Needed, ...]:
+    """By operator, where the backward pass of a micro-batch may first need what it reads: at the operator itself, or if that is recomputed
+    where it comes to the first reader. In an earlier chunk, behind a barrier, that is only so if second runs there read what it makes
+    again: nothing else waits for its own second run before its own chunk goes back."""
     graph, marked = plan.graph, plan.recomputed_operators
-    found = list(range(len(graph.operators)))
-    for position in reversed(found) if marked else ():
-        outputs = graph.operators[position].outputs if position in marked else ()
-        readers = [reader for output in outputs for reader, _ in graph.consumers.get(output.tensor, ())]
-        found[position] = max(readers if position in plan.light_operators else map(found.__getitem__, readers), default=position)
+    chunks = [0] * len(graph.operators) if plan.order is None else plan.order.chunks
+    found = [Needed(*own) for own in zip(chunks, range(len(chunks)), strict=True)]
+    for position in reversed(range(len(found))) if marked else ():
+        again = position in marked and position not in plan.light_operators
+        for output in graph.operators[position].outputs if position in marked else ():
+            for reader, _ in graph.consumers.get(output.tensor, ()):
+                own = found[reader] if again and reader in marked else Needed(chunks[position], reader)
+                found[position] = max(found[position], own)
     return tuple(found)

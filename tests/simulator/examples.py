@@ -158,6 +158,17 @@ def beside_a_barrier(rows: int = 4) -> OperatorGraph:
     return g.build(g.sum(behind, before, name="loss"), terms=(behind, before))
 
 
+def across_a_barrier(norms: int = 2, rows: int = 12) -> OperatorGraph:
+    """``norms`` norms ``n0``, ``n1``, …, each with a weight; their mean over the batch; ``behind``, which reads both; and ``after``, which
+    reads that, and the last norm once more. If the norms and ``after`` run again, all second runs of ``after`` come before any norm goes
+    back."""
+    g = GraphBuilder()
+    v = g.linear(g.input("x", rows, 3, 4), 4, bias=False, name="first")
+    for i in range(norms):
+        v = g.norm(v, name=f"n{i}")
+    return g.build(g.mean(g.elementwise(g.elementwise(v, g.batch_mean(v), name="behind"), v, name="after"), name="loss"))
+
+
 def chain(rows: int, *widths: int) -> OperatorGraph:
     """Input ``x`` of widths[0] columns through linear operators ``l1``, ``l2``, … (factors b, k, n) of the other widths to the loss."""
     g = GraphBuilder()

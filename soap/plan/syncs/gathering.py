@@ -11,7 +11,9 @@ goes back, and not all with the first.
 
 With micro-batches and no stages (``PassOrder.anew``) each has synchronizations of its own (``ShardSync.part``), and all this holds for the
 gathers of all of them, one action (a micro-batch's forward or backward pass) after the other. A group's values also wait for its uses in
-the action that had them before.
+the action that had them before. Exception: second runs that second runs behind a barrier read come before any micro-batch goes back in
+front of it. Their values are gathered for the action that first needs them, wait for uses in actions before that one alone, and stay until
+their own backward passes, those of all micro-batches side by side.
 
 With stages, and of parameters that are read once for all micro-batches, or behind a barrier, values are gathered once, and stay until the
 last of their uses in the step, as with ``reshard_after_forward=False`` of PyTorch's FSDP, which is what its pipelines use: these gathers
@@ -23,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from soap.plan.pass_order import PassOrder
 from soap.plan.plan import Plan, ShardSync
@@ -58,11 +61,20 @@ def repeats(order: PassOrder | None, operator: int) -> bool:
     return order.cut.parts(operator) > 1 and operator not in order.cut.graph.epilogue
 
 
-def turns(order: PassOrder | None) -> list[tuple[int, bool]]:
-    """(micro-batch, whether it is its backward pass) of the actions in whose order what is gathered anew is gathered."""
+class Turn(NamedTuple):
+    """An action for which values are gathered: of which ``chunk`` and micro-batch (``part``) it is, and whether it is ``backward``."""
+
+    chunk: int
+    part: int
+    backward: bool
+
+
+def turns(order: PassOrder | None) -> list[Turn]:
+    """The actions in whose order what is gathered anew is gathered."""
     if order is None:
-        return [(0, False), (0, True)]
-    return [(action.microbatch, action.kind != "F") for action in order.actions if action.chunk == 0] if order.anew else [(0, False)]
+        return [Turn(0, 0, False), Turn(0, 0, True)]
+    own = [Turn(action.chunk, action.microbatch, action.kind != "F") for action in order.actions]
+    return own if order.anew else [Turn(0, 0, False)]
 
 
 def in_parts(sync: ShardSync, count: int, part_of: Callable[[int], int]) -> list[ShardSync]:
@@ -102,35 +114,41 @@ def gathers(plan: Plan) -> tuple[Gather, ...]:
     on = {number: _by_device(plan, tiles) for number, tiles in uses.items()}
     at = {number: sorted({plan.tiles[tile].operator for tile in own}) for number, own in uses.items()}
     needed, first = needed_from(plan), {number: own[0] for number, own in at.items()}
-    last = {number: max(needed[op] for op in own if op in back) for number, own in at.items() if is_read_back(plan, plan.syncs[number])}
+    wanted = {number: max(needed[op] for op in own if op in back) for number, own in at.items() if is_read_back(plan, plan.syncs[number])}
+    last = {number: own.position for number, own in wanted.items()}
     items: list[Item] = [(number, False) for number in numbers] + [(number, True) for number in last]
     turn_of = {action: turn for turn, action in enumerate(turns(plan.order))}
-    turn = {item: turn_of[plan.syncs[item[0]].part or 0, item[1]] for item in items}
+    part = {number: plan.syncs[number].part or 0 for number in numbers}
+    turn = {item: turn_of[Turn(wanted[item[0]].chunk if item[1] else 0, part[item[0]], item[1])] for item in items}
+    used = {item: turn_of[Turn(0, part[item[0]], item[1])] for item in items}
     order = sorted(items, key=lambda item: (turn[item], -last[item[0]] if item[1] else first[item[0]], places[item[0]]))
     final = {number: next((op for op in own if op in back), 0) for number, own in at.items()}
 
     def is_over(earlier: Item, item: Item) -> bool:
         """Whether all uses of an earlier gather's values come before an item's are needed, or those of neither are computed again."""
+        if used[earlier] != turn[item]:
+            return used[earlier] < turn[item]
         both = item[0], earlier[0]
-        if turn[item] != turn[earlier] or not item[1] or all(last[number] <= at[number][-1] for number in both):
+        if not item[1] or (turn[earlier] == turn[item] and all(last[number] <= at[number][-1] for number in both)):
             return True
         return final[earlier[0]] > last[item[0]]
 
     awaited, before, found = _awaited(plan, order, is_over), dict[int, Item](), list[Gather]()
     for number, backward in order:
         forward_tiles, backward_tiles = set(uses[number] if backward else ()), set[int]()
-        group = number - (plan.syncs[number].part or 0)
-        if group in before:
+        group, begins = number - part[number], turn[number, backward]
+        if group in before and used[before[group]] < begins:
             (backward_tiles if before[group][1] else forward_tiles).update(uses[before[group][0]])
         before[group] = number, backward
         for device, (other, other_backward) in awaited[number, backward]:
-            for tile in on[other].get(device, ()):
-                operator, over = plan.tiles[tile].operator, turn[other, other_backward] != turn[number, backward]
+            passes = used[other, other_backward]
+            for tile in on[other].get(device, ()) if passes <= begins else ():
+                operator, over = plan.tiles[tile].operator, passes < begins
                 if not other_backward and (over or operator < first[number]):
                     forward_tiles.add(tile)
                 elif other_backward and operator in back and (over or operator > last[number]):
                     backward_tiles.add(tile)
-        position = last[number] if backward else first[number]
+        position = max(last[number], at[number][-1]) if backward else first[number]
         found.append(Gather(number, backward, position, tuple(sorted(forward_tiles)), tuple(sorted(backward_tiles))))
     return tuple(found)
 

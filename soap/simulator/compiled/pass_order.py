@@ -30,7 +30,8 @@ class PassTables(NamedTuple):
     micro-batches; 1 if there is no order. ``divided``: by operator, whether its backward pass is in two. ``epilogue``: the operators of the
     loss's, which run behind all actions. ``back_rank``: [operator, micro-batch], the place of the action of its backward pass, or the first
     half of it (``PassOrder.rank``); 0 if there is no order. ``repeats``: by operator, ``gathering.repeats``.
-    ``turns``: ``gathering.turns``, each as twice the micro-batch, and 1 more for the backward pass."""
+    ``chunk``: by operator, its chunk; 0 if there is no order. ``turns``: ``gathering.turns``, each as twice a number, and 1 more for the
+    backward pass; the number is that of the micro-batch, and as many more as there are micro-batches for each chunk before."""
 
     count: Ints  # type: ignore[assignment]  # not tuple's method
     group: Ints
@@ -42,6 +43,7 @@ class PassTables(NamedTuple):
     epilogue: Ints
     back_rank: Ints
     repeats: Ints
+    chunk: Ints
     turns: Ints
 
 
@@ -51,10 +53,11 @@ FORWARD, BACKWARD, WEIGHTS = range(3)
 def pass_tables(order: PassOrder | None, operators: int) -> PassTables:
     """An order of so many operators as arrays; None for none."""
     ints = lambda values: np.array(list(values), np.int32)  # noqa: E731
-    own_turns = ints(2 * part + back for part, back in turns(order))
+    count = 1 if order is None else order.cut.count
+    own_turns = ints(2 * (own.chunk * count + own.part) + own.backward for own in turns(order))
     if order is None:
         whole = ints([0] * operators)
-        return PassTables(ints([1]), ints([]), ints([]), ints([0]), ints([]), ints([]), whole, ints([]), whole, whole, own_turns)
+        return PassTables(ints([1]), ints([]), ints([]), ints([0]), ints([]), ints([]), whole, ints([]), *(whole,) * 3, own_turns)
     own: Sequence[Sequence[str]] = ["F"] * operators, order.backward, order.weights
     groups: dict[tuple[str, int], int] = {key: number for number, key in enumerate(sorted({action[:2] for action in order.actions}))}
     members: list[list[tuple[int, int]]] = [[] for _ in groups]
@@ -69,7 +72,7 @@ def pass_tables(order: PassOrder | None, operators: int) -> PassTables:
     uncut = [order.cut.parts(op) == 1 for op in range(operators)]
     back[uncut] = back[uncut, -1:]  # an operator that is not cut has its one rank for all micro-batches
     return PassTables(
-        count=ints([order.cut.count]),
+        count=ints([count]),
         group=ints(groups[action[:2]] for action in order.actions),
         part=ints(action.microbatch for action in order.actions),
         ptr=ints(np.cumsum([0, *map(len, members)])),
@@ -79,6 +82,7 @@ def pass_tables(order: PassOrder | None, operators: int) -> PassTables:
         epilogue=ints(sorted(order.cut.graph.epilogue)),
         back_rank=back.ravel(),
         repeats=ints(repeats(order, op) for op in range(operators)),
+        chunk=ints(order.chunks),
         turns=own_turns,
     )
 

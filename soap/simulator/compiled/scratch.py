@@ -167,10 +167,14 @@ class Scratch(NamedTuple):
     owned: Longs
     g_first: Ints
     g_last: Ints
+    g_chunk: Ints
     g_final: Ints
     g_latest: Ints
     g_needed: Ints
+    g_needed_in: Ints
     g_order: Ints
+    g_turn: Ints
+    g_used: Ints
     g_next: Ints
     g_list: Ints
     g_place: Ints

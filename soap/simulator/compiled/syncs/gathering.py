@@ -112,31 +112,38 @@ def ordered(S: Scratch, buckets: int) -> int:
 
 @compiled
 def _order(W, buckets, uses):  # type: ignore[no-untyped-def]
-    """Fill ``g_first`` and ``g_last``: by bucket, the first operator that uses it, and where the backward pass may first need it, -1 if it
-    never does; ``g_latest`` and ``g_final``: the operators by which all uses are over, forward and backward; ``g_order``: all items in the
-    order in which devices gather them; ``g_next``: by item, the next one of its group, or -1."""
-    G, C, S = W.graph, W.state, W.scratch
+    """Fill ``g_first`` and ``g_last``: by bucket, the first operator that uses it, and where the backward pass may first need it, in chunk
+    ``g_chunk``, -1 if it never does; ``g_latest`` and ``g_final``: the operators by which all uses are over, forward and backward;
+    ``g_order``: all items in the order in which devices gather them; ``g_turn``, ``g_used``: by item, the turns in which it is needed, and
+    in which its uses are; ``g_next``: by item, the next one of its group, or -1."""
+    G, A, C, S = W.graph, W.order, W.state, W.scratch
     if 2 * buckets > len(S.g_order):
         raise MemoryError(FULL)
     _find_needed(W)
     for bucket in range(buckets):
-        S.g_first[bucket], S.g_last[bucket] = len(G.backward), -1
+        S.g_first[bucket], S.g_last[bucket], S.g_chunk[bucket] = len(G.backward), -1, 0
         S.g_final[bucket], S.g_latest[bucket] = len(G.backward), 0
     for i in range(uses):
         op, bucket = C.owner[S.e_src[i]], S.e_dst[i]
         S.g_first[bucket], S.g_latest[bucket] = min(S.g_first[bucket], op), max(S.g_latest[bucket], op)
         if G.backward[op]:
             S.g_final[bucket] = min(S.g_final[bucket], op)
-        if G.backward[op] and not _is_all_step(W, bucket):
-            S.g_last[bucket] = max(S.g_last[bucket], S.g_needed[op])
+        needed = G.backward[op] and not _is_all_step(W, bucket)
+        if needed and _is_first(S.g_needed_in[op], S.g_needed[op], S.g_chunk[bucket], S.g_last[bucket]):
+            S.g_chunk[bucket], S.g_last[bucket] = S.g_needed_in[op], S.g_needed[op]
     _sort(S, buckets, 0)
     _sort(S, buckets, 1)
     items = 0
-    for turn in W.order.turns:
-        part, back = turn // 2, turn % 2
+    for turn in range(len(A.turns)):
+        back, part, chunk = A.turns[turn] % 2, A.turns[turn] // 2 % A.count[0], A.turns[turn] // 2 // A.count[0]
         for i in range(back * buckets, S.count[SORTED + back]):
-            if part == 0 or S.bucket_part[S.g_list[i]] == 0:  # all micro-batches' are in one order
-                S.g_order[items] = S.g_list[i] + part + back * buckets
+            if part > 0 and S.bucket_part[S.g_list[i]] != 0:  # all micro-batches' are in one order
+                continue
+            item = S.g_list[i] + part + back * buckets
+            if chunk == 0:
+                S.g_used[item] = turn
+            if chunk == (S.g_chunk[S.g_list[i]] if back else 0):
+                S.g_order[items], S.g_turn[item] = item, turn
                 items += 1
     fill(S.g_slot, 0, buckets, -1)
     for i in range(items - 1, -1, -1):
@@ -163,14 +170,24 @@ def _sort(S, buckets, back):  # type: ignore[no-untyped-def]
 
 @compiled
 def _find_needed(W):  # type: ignore[no-untyped-def]
-    """Fill ``g_needed``: by operator, ``recomputation.needed_from``."""
-    G, C, S = W.graph, W.state, W.scratch
+    """Fill ``g_needed``, by operator, and the chunks ``g_needed_in``: ``recomputation.needed_from``."""
+    G, A, C, S = W.graph, W.order, W.state, W.scratch
     if len(G.backward) > len(S.g_needed):
         raise MemoryError(FULL)
     for op in range(len(G.backward) - 1, -1, -1):
-        S.g_needed[op] = op
+        S.g_needed_in[op], S.g_needed[op] = A.chunk[op], op
         for i in range(G.reader_ptr[op], G.reader_ptr[op + 1] if runs_again(C, op) else G.reader_ptr[op]):
-            S.g_needed[op] = max(S.g_needed[op], S.g_needed[G.reader[i]] if is_made_again(C, op) else G.reader[i])
+            reader, both = G.reader[i], is_made_again(C, op) and runs_again(C, G.reader[i])
+            chunk = S.g_needed_in[reader] if both else A.chunk[op]
+            needed = S.g_needed[reader] if both else reader
+            if _is_first(chunk, needed, S.g_needed_in[op], S.g_needed[op]):
+                S.g_needed_in[op], S.g_needed[op] = chunk, needed
+
+
+@compiled
+def _is_first(chunk, op, other_chunk, other):  # type: ignore[no-untyped-def]
+    """Whether the backward pass comes to an operator before another one, each of the chunk before it (``recomputation.Needed``)."""
+    return chunk > other_chunk or (chunk == other_chunk and op > other)
 
 
 @compiled
@@ -215,17 +232,13 @@ def find_next(W: World, buckets: int) -> None:
 def _is_over(S, buckets, earlier, item):  # type: ignore[no-untyped-def]
     """Whether all uses of an earlier item's values come before an item's are needed, or those of neither are computed again."""
     own, other = item - buckets, earlier - buckets
-    if _is_later(S, buckets, earlier, item):
+    if S.g_used[earlier] != S.g_turn[item]:
+        return S.g_used[earlier] < S.g_turn[item]
+    if own < 0:
         return True
-    if own < 0 or (S.g_last[own] <= S.g_latest[own] and S.g_last[other] <= S.g_latest[other]):
+    if S.g_turn[earlier] == S.g_turn[item] and S.g_last[own] <= S.g_latest[own] and S.g_last[other] <= S.g_latest[other]:
         return True
     return S.g_final[other] > S.g_last[own]
-
-
-@compiled
-def _is_later(S, buckets, earlier, item):  # type: ignore[no-untyped-def]
-    """Whether an item is for another action than an earlier one."""
-    return S.bucket_part[item % buckets] != S.bucket_part[earlier % buckets] or (item < buckets) != (earlier < buckets)
 
 
 @compiled
@@ -257,18 +270,20 @@ def _follow_use(W, buckets, use):  # type: ignore[no-untyped-def]
     device, forward = C.dev[C.dev_ptr[op] + C.index[slot]], slot - C.tiles[op]
     if S.g_last[bucket] >= 0:
         add_edge(S, forward, S.g_slot[buckets + bucket])
-    if S.g_next[bucket] >= 0 and S.g_next[bucket] != buckets + bucket:
-        add_edge(S, forward, S.g_slot[S.g_next[bucket]])
-    if S.g_last[bucket] >= 0 and S.g_next[buckets + bucket] >= 0 and C.alive[slot]:
-        add_edge(S, slot, S.g_slot[S.g_next[buckets + bucket]])
+    following = S.g_next[bucket]
+    if following >= 0 and following != buckets + bucket:
+        add_edge(S, forward, S.g_slot[following])
+    following = S.g_next[buckets + bucket] if S.g_last[bucket] >= 0 else -1
+    if following >= 0 and C.alive[slot] and S.g_used[buckets + bucket] < S.g_turn[following]:
+        add_edge(S, slot, S.g_slot[following])
     for own in range(bucket, items, buckets):
         at = S.g_place[own * len(C.busy) + device]
         place = at + C.prefetch[0] + 1
         while at >= 0 and place < S.settling[device] and S.g_from[device * items + place] <= at:
             item = S.g_list[device * items + place]
-            later = _is_later(S, buckets, own, item)
-            if own < buckets and item != buckets + bucket and (later or op < S.g_first[item]):
+            earlier, over = S.g_used[own] <= S.g_turn[item], S.g_used[own] < S.g_turn[item]
+            if own < buckets and item != buckets + bucket and earlier and (over or op < S.g_first[item]):
                 add_edge(S, forward, S.g_slot[item])
-            elif own >= buckets and C.alive[slot] and (later or op > S.g_last[item - buckets]):
+            elif own >= buckets and C.alive[slot] and earlier and (over or op > S.g_last[item - buckets]):
                 add_edge(S, slot, S.g_slot[item])
             place += 1
