@@ -304,8 +304,8 @@ def _last_matrices(graph: OperatorGraph) -> set[int]:
 
 
 def operator_work(graph: OperatorGraph) -> list[int]:
-    """Floating-point operations of each operator; at least one for each number that it reads of other operators or makes. (A lookup reads no
-    more of its table than it makes.)"""
+    """Floating-point operations of each operator; at least one for each number that it makes, or reads of other operators. (A lookup reads
+    no more of its table than it makes.)"""
     return [max(op.flops, *(prod(graph.tensors[own.tensor].shape) for own in (*op.inputs, *op.outputs))) for op in graph.operators]
 
 
