@@ -14,12 +14,13 @@ from soap.cli.plain_text import sync_document, sync_text
 from soap.cluster.presets import preset
 from soap.errors import StrategyError
 from soap.strategy.classical import CLASSICAL, NAMED, data_parallel, hybrid, megatron, zero1
-from soap.strategy.megatron import copied_stages, three_dimensional
+from soap.strategy.megatron import copied_stages, operator_work, three_dimensional
 from soap.strategy.named import ADDED, MEANT, SAVING, check_name, named, saving_names, saving_starts, usual_names, without_effect
 from soap.strategy.stages import chunks_of, devices_of_stages
 from soap.strategy.sync import SHARDED, SHARDED_IN_HOSTS, SHARDED_STATE, saving_memory, worded
 from tests.graph_builder import mlp, transformer
 from tests.strategies import cluster
+from tests.test_expert_parallel import experts
 
 GRAPH, TOPOLOGY = transformer(), cluster([4, 4])
 
@@ -162,6 +163,20 @@ def test_megatron_in_stages_is_a_pipeline_by_1f1b() -> None:
     assert (strategy.schedule, strategy.microbatches, set(strategy.stages.values())) == ("1f1b", 4, {1})
     stages = devices_of_stages(graph, strategy)
     assert stages == (frozenset({0, 1, 4, 5}), frozenset({2, 3, 6, 7}))
+
+
+def test_stages_whose_experts_are_divided_are_on_neighbouring_devices() -> None:
+    """So that rows travel inside hosts where a stage is no larger. All else lies copy by copy."""
+    graph, topology = experts(4), cluster([4, 4])
+    for added, homes in (("+experts:4", [{0, 1, 2, 3}, {4, 5, 6, 7}]), ("", [{0, 2, 4, 6}, {1, 3, 5, 7}])):
+        strategy = named(f"megatron:1x2{added}+microbatches:2", graph, topology)
+        assert [{*own} for own in devices_of_stages(graph, strategy)] == homes
+
+
+def test_a_table_weighs_what_is_looked_up() -> None:
+    """However many rows it has: stages of a model with a wide vocabulary have the layers of one with a narrow one."""
+    narrow, wide = (transformer(layers=4, vocabulary=vocabulary) for vocabulary in (16, 2**20))
+    assert operator_work(wide)[0] == operator_work(narrow)[0] == prod(narrow.tensors[narrow.operators[0].outputs[0].tensor].shape)
 
 
 @pytest.mark.parametrize("base", ["megatron", "sequence_parallel"])

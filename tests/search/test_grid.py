@@ -152,3 +152,20 @@ def test_only_what_is_expected_to_be_faster_than_what_fits_is_evaluated(fits: bo
         said = re.search(r"(?:all starts: |; in stages, )(\S+)(?:; most of that|, lacks .* in all, .* a device)", str(refused.value))
         assert said is not None and said[1] in names, str(refused.value)
     assert [name for name in found if name in names] == [*names[: 1 if fits else 2]] and asked == [False]
+
+
+def test_a_pipeline_that_only_another_schedule_makes_fast_is_evaluated_by_that_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    needed = max(Simulator(GRAPH, TOPOLOGY, RooflineCosts(TOPOLOGY)).run(named("data_parallel", GRAPH, TOPOLOGY)).peak_bytes)
+    topology = replace(TOPOLOGY, limits=(int(0.9 * needed),) * TOPOLOGY.device_count)
+    simulator = Simulator(GRAPH, topology, RooflineCosts(topology))
+    first = "sequence_parallel:2x2+zero1+recompute+microbatches:4"
+    known = [Mixture(first, 2, 4, RECOMPUTE, 1, 1, 0, 1), Mixture("megatron:1x4+zero1+microbatches:8", 4, 8, "", 2**60, 1, 0, 1)]
+    monkeypatch.setattr(all_starts, "mixtures", lambda *own, **options: known)
+    monkeypatch.setattr(chains._Run, "everything", lambda self: None)
+    found = list[str]()
+    evaluated = chains.evaluated
+    monkeypatch.setattr(chains, "evaluated", lambda evaluator, name, own: (found.append(name), evaluated(evaluator, name, own))[1])
+    chains.search(GRAPH, topology, IncrementalSimulator(simulator), SearchOptions(budget=1, risk=None, cores=1), polish_up_to=0)
+    (soonest, *_) = by_other_schedules(known[1])
+    piped = [name for name in found if "megatron:1x4" in name]
+    assert piped[0] == f"megatron:1x4+zero1+microbatches:8+{soonest}" and len(found) == len({*found})
