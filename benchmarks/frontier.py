@@ -29,12 +29,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.frontier_plans import ADAM_STATES, Row, graph_of, kernels_of, said, strategy_of, topology_of
+from benchmarks.frontier_plans import ADAM_STATES, Row, Said, graph_of, kernels_of, said, strategy_of, topology_of
 from benchmarks.large import priced
 from benchmarks.pages import give
 from soap import api
+from soap.cluster.topology import Topology
 from soap.errors import SoapError
 from soap.files import write_text_atomically
+from soap.model.graph import OperatorGraph
+from soap.simulator.kernels import Kernels
 from soap.simulator.simulate import Simulation
 
 NEAR = 0.05
@@ -68,15 +71,19 @@ def predicted(row: Row, models: Path) -> Outcome:
     if own.lacking:
         return Outcome(row["id"], ", ".join(own.lacking))
     try:
-        graph, topology = graph_of(row, own, models), topology_of(row)
-        begin = time.process_time()
-        simulator = api.simulator_for(graph, topology, costs="estimate", optimizer_states=ADAM_STATES, kernels=kernels_of(row))
-        strategy = strategy_of(row, own, graph, topology)
-        step_ns, peak_bytes, available_bytes = priced(simulator, strategy)
-        if own.flows:
-            step_ns = flowing_ns(simulator.run(strategy))
+        return outcome_of(row, own, graph_of(row, own, models), topology_of(row), kernels_of(row))
     except SoapError as error:
         return Outcome(row["id"], f"refused: {error}")
+
+
+def outcome_of(row: Row, own: Said, graph: OperatorGraph, topology: Topology, kernels: Kernels, *, flows: bool = True) -> Outcome:
+    """A row's outcome with these kernels. ``flows``: steps flow into each other where the row says so."""
+    begin = time.process_time()
+    simulator = api.simulator_for(graph, topology, costs="estimate", optimizer_states=ADAM_STATES, kernels=kernels)
+    strategy = strategy_of(row, own, graph, topology)
+    step_ns, peak_bytes, available_bytes = priced(simulator, strategy)
+    if own.flows and flows:
+        step_ns = flowing_ns(simulator.run(strategy))
     return Outcome(row["id"], "", step_ns / 1e6, peak_bytes, available_bytes, round(time.process_time() - begin, 2))
 
 

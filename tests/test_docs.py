@@ -77,6 +77,17 @@ def test_the_picture_is_what_its_script_draws(monkeypatch: pytest.MonkeyPatch) -
     assert (ROOT / "docs" / "soap.svg").read_text(encoding="utf-8") == drawn
 
 
+def test_the_page_of_numbers_is_what_its_script_writes() -> None:
+    """``python -m docs.constants`` writes it anew."""
+    module = importlib.import_module("docs.constants")
+    assert (ROOT / "docs" / "reference" / "constants.md").read_text(encoding="utf-8") == module.page()
+    kinds = {name.rpartition(".")[2]: module.kind(section, text) for section, name, _, text in module.constants()}
+    assert kinds["CONTEXT_BYTES`"] == "source" and kinds["LEAST_GROUPS`"] == "none named" and kinds["CHANNELS`"] == "assumption"
+    assert kinds["h100: kernel_overhead"] == "assumption" and kinds["product"] == "source"
+    told = module.documented('A, B = 1, 2\nC = 3\n"""Of all."""\nD = 4\n\ndef d() -> None: ...\n')
+    assert told == dict.fromkeys("ABC", "Of all.")
+
+
 def test_commands_of_the_pages_exist_with_these_options() -> None:
     seen = set()
     for page in BY_HAND:

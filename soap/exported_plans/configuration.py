@@ -11,7 +11,7 @@ from soap.model.graph import OperatorGraph
 from soap.strategy.classical import SYNCHRONIZED, expert_parallel, single_device
 from soap.strategy.config import Strategy
 from soap.strategy.grids import device_order, largest_divisor, tensor_parallel_width
-from soap.strategy.megatron import context_parallel, hybrid, sequence_parallel, staged
+from soap.strategy.megatron import ExpertMapping, context_parallel, hybrid, sequence_parallel, staged
 from soap.strategy.recomputation import recomputed, selectively_recomputed
 from soap.strategy.stages import stages_of, stages_of_chunks
 from soap.strategy.sync import offloaded
@@ -52,7 +52,8 @@ class Pipeline:
 class Configuration:
     """``width``: devices of a group that split a copy of the model, or its experts, by ``base``. ``world``: devices in all. ``device``:
     of base ``single``. ``samples``: of a step, of all devices. ``microbatches``: in how many parts each device takes its samples.
-    ``prefetch``: how many modules, or groups of values, may be gathered while an earlier one is used."""
+    ``prefetch``: how many modules, or groups of values, may be gathered while an earlier one is used. ``mapping``: how
+    experts lie where the base divides something else; None: all on each group, split as its layers are."""
 
     base: Base
     width: int
@@ -65,6 +66,7 @@ class Configuration:
     offload: bool = False
     recompute: Recompute = "none"
     prefetch: int = 1
+    mapping: ExpertMapping | None = None
 
     @property
     def stages(self) -> int:
@@ -84,6 +86,8 @@ class Configuration:
     @property
     def experts(self) -> int:
         """Devices that divide experts."""
+        if self.mapping is not None:
+            return self.mapping.parallel
         return self.width if self.base == "expert" else 1
 
     @property
@@ -108,6 +112,9 @@ def placement(graph: OperatorGraph, topology: Topology, configuration: Configura
         strategy = context_parallel(graph, topology)
     elif base == "expert":
         strategy = expert_parallel(graph, topology)
+    elif configuration.mapping is not None:
+        mapping, count = configuration.mapping, configuration.microbatches
+        strategy = hybrid(graph, topology, tensor=width, microbatches=count, scatters=base == "sequence", experts=mapping)
     elif base == "sequence":
         strategy = sequence_parallel(graph, topology, width)
     else:
@@ -121,8 +128,8 @@ def _pipelined(graph: OperatorGraph, topology: Topology, pipeline: Pipeline, own
     each = len(order) // count
     homes = [order[stage * each : (stage + 1) * each] for stage in range(count)]
     blocks = [pipeline.stage_of[chunk] for chunk in pipeline.chunks]
-    scatters = own.base == "sequence"
-    strategy = staged(graph, topology, blocks, homes, tensor=own.width, microbatches=own.microbatches, scatters=scatters)
+    scatters, lays = own.base == "sequence", {"tensor": own.width, "microbatches": own.microbatches}
+    strategy = staged(graph, topology, blocks, homes, **lays, scatters=scatters, experts=own.mapping)
     stages = stages_of(graph, pipeline.chunks)
     return replace(strategy, stages=stages, schedule=pipeline.schedule, microbatches=own.microbatches)
 

@@ -38,7 +38,7 @@ class Target:
     ``schedule_rule``: why a schedule with so many stages, chunks on each and micro-batches is refused; empty if it is not. ``allows``:
     why it refuses a combination; empty if it does not. ``write``: the text of its file. ``notes``: what its configuration leaves to the
     model's code. ``wraps``: how it brings parameters together by a configuration. ``depths``: values of ``Configuration.prefetch`` that it
-    can be told, the usual one first."""
+    can be told, the usual one first. ``maps_experts``: whether it can be told how experts lie beside all else."""
 
     name: str
     title: str
@@ -54,3 +54,4 @@ class Target:
     notes: tuple[str, ...] = ()
     wraps: Callable[[Configuration, Layers], Wrapped] = lambda configuration, layers: USUAL
     depths: tuple[int, ...] = (1,)
+    maps_experts: bool = False

@@ -36,6 +36,8 @@ def write(written: Written) -> str:
         ("pipeline-model-parallel-size", own.stages),
         ("context-parallel-size", own.context),
         ("expert-model-parallel-size", own.experts),
+        *([("expert-tensor-parallel-size", own.mapping.tensor)] if own.mapping is not None else []),
+        *([("moe-token-dispatcher-type", "alltoall")] if own.experts > 1 else []),
         ("micro-batch-size", own.micro_batch),
         ("global-batch-size", own.samples),
     ]
@@ -89,5 +91,5 @@ TARGET = Target(
     ("none", "zero1", "fsdp", "hsdp"), ("none", "selective", "full"), True, write, allows, SCHEDULES,
     ("sizes of the model (--num-layers, --hidden-size, …) are yours to add", "selective recomputation there is of attention alone",
      "before Blackwell, tensor and context parallelism there want CUDA_DEVICE_MAX_CONNECTIONS=1 in the environment"),
-    wraps, (1, 2, 3, 4),
+    wraps, (1, 2, 3, 4), True,
 )  # fmt: skip

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 from soap.cluster.topology import Topology
 from soap.errors import StrategyError
@@ -30,9 +31,11 @@ from soap.model.batch import samples_of
 from soap.model.graph import OperatorGraph
 from soap.schedules.named import parse
 from soap.strategy.config import OpConfig, Strategy
-from soap.strategy.megatron import operator_work
+from soap.strategy.megatron import ExpertMapping, operator_work
+from soap.strategy.recomputation import without_gathering
 from soap.strategy.stages import chunks_of
 from soap.strategy.sync import shares_in_hosts
+from soap.strategy.tensor_parallel_chains import expert_factor
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,7 @@ def _candidates(
     target: Target, graph: OperatorGraph, topology: Topology, strategy: Strategy, samples: int, notes: list[str]
 ) -> Iterator[Configuration]:
     world, pipeline = len(topology.workers), _pipeline(target, graph, topology, strategy, notes)
+    mapping = expert_mapping(graph, strategy) if target.maps_experts else None
     for base in target.bases:
         if base == "single":
             homes = {device for config in strategy.operators.values() for device in config.devices}
@@ -103,11 +107,31 @@ def _candidates(
             continue
         for width in widths(graph, topology, base, world):
             yield from _divided(target, Configuration(base, width, world, samples), strategy.microbatches)
+            if mapping is not None and base in MAPPED:
+                yield from _divided(target, Configuration(base, width, world, samples, mapping=mapping), strategy.microbatches)
     if pipeline is not None:
         splits: list[Base] = [base for base in ("tensor", "sequence") if base in target.bases]
         shapes = [("data", 1), *((base, width) for base in splits for width in widths(graph, topology, base, world // pipeline.stages))]
         for base, width in shapes:
-            yield from _divided(target, Configuration(base, width, world, samples, pipeline=pipeline), strategy.microbatches)
+            for own in dict.fromkeys((None, mapping if base in MAPPED else None)):
+                piped = Configuration(base, width, world, samples, pipeline=pipeline, mapping=own)
+                yield from _divided(target, piped, strategy.microbatches)
+
+
+MAPPED: tuple[Base, ...] = ("data", "sequence")
+"""Bases beside which experts may lie in their own way: Megatron wants sequences split where layers of mixtures are."""
+
+
+def expert_mapping(graph: OperatorGraph, strategy: Strategy) -> ExpertMapping | None:
+    """How operators with experts have these; None if they are not divided. Where two matrices are one, it is split twice as often."""
+    found = []
+    for op in graph.operators:
+        factor = expert_factor(graph, op)
+        if factor is not None:
+            degrees, own = strategy.operators[op.name].degrees, {dim.factor for operand in op.parameters for dim in operand.dims}
+            found.append((degrees[factor], prod(degrees[other] for other in own if other is not None and other != factor)))
+    mapping = ExpertMapping(*(min(own) for own in zip(*found, strict=True))) if found else ExpertMapping(1)
+    return mapping if mapping.parallel > 1 else None
 
 
 def _divided(target: Target, configuration: Configuration, microbatches: int) -> Iterator[Configuration]:
@@ -208,7 +232,8 @@ def _nearest_recompute(
     found: list[tuple[int, Recompute]] = []
     for recompute in target.recompute:
         other = recomputing(graph, usual, recompute)
-        pairs = [(strategy.operators[op.name].recompute, other.operators[op.name].recompute) for op in graph.operators]
+        levels = [[without_gathering(one.operators[op.name].recompute) for op in graph.operators] for one in (strategy, other)]
+        pairs = zip(*levels, strict=True)
         found.append((sum(amount for (a, b), amount in zip(pairs, work, strict=True) if a != b), recompute))
     return replace(chosen, recompute=min(found, key=lambda own: own[0])[1])
 

@@ -85,6 +85,7 @@ TARGET = Target(
     ("none", "selective", "full"), False, write, allows, SCHEDULES,
     ("later versions than 0.2 are configured in Python, by fields of the same names",
      "names in module_fqns_per_model_part are this model's: torchtitan's own models call theirs tok_embeddings, layers.N, norm, output",
+     "selective recomputation makes every second product of matrices again there; the price has all of them kept",
      "without a pipeline each micro-batch sums gradients anew there; of hsdp between hosts, and of none, the price has that once a step"),
     wraps,
 )  # fmt: skip

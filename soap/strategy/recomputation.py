@@ -34,6 +34,7 @@ GATHERING = MappingProxyType({STAYS: 3, RECOMPUTED: 4, LIGHT: 5})
 """Each of these levels -> the same where operands that are gathered from several devices are not kept either, but gathered again
 (``plan.recomputation.gathered_again``)."""
 ALL_LEVELS = (*LEVELS, *GATHERING.values())
+_KEPT = {again: level for level, again in GATHERING.items()}
 GATHERING_SAID = ("gathering again", "recomputed and gathering again", "recomputed but for products and gathering again")
 
 WRITTEN = MappingProxyType({STAYS: False, RECOMPUTED: True, LIGHT: "light", 3: "gather", 4: "all_gather", 5: "light_gather"})
@@ -51,6 +52,11 @@ WORTH = 2
 """Runs between lows that are not half as high as both sides have to make this many times what is held because of them."""
 MOST_LOWS = 256
 """So many of these lows are weighed, the lowest ones."""
+
+
+def without_gathering(level: int) -> int:
+    """The level whose gathered operands are kept."""
+    return _KEPT.get(level, level)
 
 
 def has_product(op: Operator) -> bool:
