@@ -254,7 +254,7 @@ def test_hybrid_is_megatron_in_stages() -> None:
     assert [max(own) > 5 or min(own) in (2, 3) for own in homes] == sorted(max(own) > 5 or min(own) in (2, 3) for own in homes)
 
 
-@pytest.mark.parametrize(("tensor", "pipeline", "word"), [(3, 1, "divisor"), (0, 1, "divisor"), (1, 8, "no more stages")])
+@pytest.mark.parametrize(("tensor", "pipeline", "word"), [(3, 1, "divisor"), (0, 1, "divisor"), (1, 8, "no more than operators")])
 def test_hybrid_refuses_what_does_not_divide(tensor: int, pipeline: int, word: str) -> None:
     with pytest.raises(StrategyError, match=word):
         hybrid(mlp(batch=8), cluster([4, 4]), tensor=tensor, pipeline=pipeline)

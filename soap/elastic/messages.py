@@ -144,7 +144,7 @@ def _specs(view: memoryview, count: int) -> tuple[list[tuple[np.dtype[np.generic
             raise _wrong(f"an array has type {code} and {dims} dimensions")
         shape = struct.unpack_from(f"<{dims}q", view, at)
         at += 8 * dims
-        if min(shape, default=0) < 0 or max(shape, default=0) > MOST_BYTES or prod(shape) > MOST_BYTES:
+        if min(shape, default=0) < 0 or prod(max(size, 1) for size in shape) > MOST_BYTES:  # numpy multiplies sizes of none, too
             raise _wrong(f"an array has shape {list(shape)}")
         found.append((_DTYPES[code], shape))
     return found, at

@@ -31,7 +31,7 @@ name: pair
 hosts:
   - {name: box, devices: {type: p100, count: 2}, cpu_cores: 8, memory: 64 GiB, links: {intra: {bandwidth: BANDWIDTH, latency: 5 us}}}
 """
-CLOSE, SLOW = "8 GB/s", "30 MB/s"
+CLOSE, SLOW = "16 GB/s", "30 MB/s"
 """Bandwidths at which a plan of ``MODEL`` wins by little, and by much."""
 Capsys = pytest.CaptureFixture[str]
 

@@ -170,7 +170,7 @@ def test_values_go_with_their_last_reader(four: Pool) -> None:
     plan = plan_of(sums_of_sums(), split(FOUR, b=4), 4)
     for found in four.run(count_alive, plan):
         assert found.made == 6
-        assert found.forward == 1, "only the partial loss is where the backward pass starts"
+        assert found.forward == 0, "no value waits for its gradient, not even the partial loss, where the backward pass starts"
         assert found.end == 0
 
 

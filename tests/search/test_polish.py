@@ -105,10 +105,10 @@ def test_a_search_ends_locally_optimal() -> None:
     graph, topology = transformer(layers=1), cluster([4])
     simulator = Simulator(graph, topology, ManyCalls(topology))
     evaluator = IncrementalSimulator(simulator)
-    plain = search(graph, topology, evaluator, SearchOptions(budget=20), polish_up_to=0)
+    plain = search(graph, topology, evaluator, SearchOptions(budget=20, pipelines=False), polish_up_to=0)
     assert not plain.locally_optimal and plain.polished == 0
     assert best_neighbour(evaluator, build_space(graph, 4), plain.strategy) is not None
-    result = search(graph, topology, evaluator, SearchOptions(budget=20))
+    result = search(graph, topology, evaluator, SearchOptions(budget=20, pipelines=False))
     assert result.locally_optimal and result.cost_ns < plain.cost_ns
     assert result.cost_ns == simulator.makespan_ns(result.strategy)
     assert best_neighbour(evaluator, build_space(graph, 4), result.strategy) is None
@@ -140,7 +140,7 @@ def test_ctrl_c_while_polishing_keeps_what_was_taken() -> None:
             engine.accept = accept  # type: ignore[method-assign]
             return engine
 
-    result = search(graph, topology, Stopping(simulator), SearchOptions(budget=20))
+    result = search(graph, topology, Stopping(simulator), SearchOptions(budget=20, pipelines=False))
     assert result.interrupted and not result.locally_optimal
     assert sum(row.phase == MOVE for row in result.rows) == 2
     assert result.cost_ns == simulator.makespan_ns(result.strategy) == result.rows[-1].cost_ns

@@ -22,9 +22,9 @@ from tests.search.toys import compiled_space
 def test_equal_seeds_give_equal_files_on_one_core_and_on_two() -> None:
     simulator = api.simulator_for("zoo:rnnlm:tiny", "p100-4x4")
     graph, topology = simulator.graph, simulator.topology
-    texts, histories = [], []
+    options, texts, histories = SearchOptions(budget=8200, seed=3, starts=("data_parallel", "megatron")), [], []
     for cores in (1, 2):
-        found = search(graph, topology, IncrementalSimulator(simulator), SearchOptions(budget=8200, seed=3, cores=cores), polish_up_to=0)
+        found = search(graph, topology, IncrementalSimulator(simulator), replace(options, cores=cores), polish_up_to=0)
         assert len({row.chain for row in found.rows}) == 2
         texts.append(dumps(found.strategy, graph, topology, api.SearchOutcome(simulator, found).record))
         histories.append(found.rows)
