@@ -56,7 +56,7 @@ def test_without_a_price_a_row_is_as_if_it_had_none(tmp_path: Path) -> None:
     assert again == {**found, SUMS: known[SUMS]}  # of what is known nothing is played again
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_without_flowing_a_step_takes_until_its_last_device_ends(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     stages = {"schedule": "ZB-2p", "gpus": 8, "pp": 8, "dp": 1, "tp": 1, "model": {**MODEL, "layers": 8}}

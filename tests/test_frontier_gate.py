@@ -16,16 +16,23 @@ FIXTURE = Path(__file__).parent / "golden" / "frontier.json"
 NEAR = 0.01
 
 
+KNOWN = json.loads(FIXTURE.read_text(encoding="utf-8"))
+MODELS = sorted({row["model"]["name"] for row in KNOWN["rows"]})
+
+
+def test_there_are_forty_rows() -> None:
+    assert len(KNOWN["rows"]) == len(KNOWN["outcomes"]) == 40
+
+
 @pytest.mark.slow
-def test_predictions_of_large_runs_are_those_that_were_written(tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", MODELS)
+def test_predictions_of_large_runs_are_those_that_were_written(tmp_path: Path, model: str) -> None:
     pytest.importorskip("transformers")
-    known = json.loads(FIXTURE.read_text(encoding="utf-8"))
-    found, moved = outcomes(known["rows"], tmp_path), []
-    assert len(found) >= 40
-    for name, before in known["outcomes"].items():
-        now = found[name]
+    found, moved = outcomes([row for row in KNOWN["rows"] if row["model"]["name"] == model], tmp_path), []
+    for name, now in found.items():
+        before = KNOWN["outcomes"][name]
         if before.keys() != now.keys() or any(isinstance(own, str) for own in now.values()):
             moved += [f"{name}: {before}, now {now}"] * (before != now)
             continue
         moved += [f"{name}: {field} {before[field]:,}, now {now[field]:,}" for field in now if abs(now[field] / before[field] - 1) > NEAR]
-    assert not moved, "\n".join(moved)
+    assert found and not moved, "\n".join(moved)
