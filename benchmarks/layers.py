@@ -9,8 +9,7 @@ from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
 from soap.schedules.named import parse
 from soap.strategy.config import Strategy
-from soap.strategy.grids import device_order
-from soap.strategy.megatron import ExpertMapping, staged
+from soap.strategy.megatron import ExpertMapping, neighbouring_stages, staged
 from soap.strategy.stages import stages_of, stages_of_chunks
 
 LAYER = re.compile(r"\b(?:blocks|layers|h|layer)\.(\d+)\b")
@@ -31,10 +30,9 @@ def by_layers(
 ) -> Strategy:
     """A pipeline as Megatron-LM has it: stages of neighbouring devices, in each of which groups of ``tensor`` split matrices, ``context``
     groups share positions, and groups of these divide the samples. ``experts``: how these lie on a stage."""
-    order, width, named = device_order(topology), topology.device_count // stages, parse(schedule)
+    groups, named = neighbouring_stages(topology, stages), parse(schedule)
     chunks = layer_chunks(graph, stages * named.chunks)
     placement = stages_of_chunks(stages * named.chunks, schedule)
-    groups = [order[stage * width : (stage + 1) * width] for stage in range(stages)]
     blocks = [placement[chunk] for chunk in chunks]
     lays = {"tensor": tensor, "microbatches": microbatches, "scatters": scatters, "context": context}
     strategy = staged(graph, topology, blocks, groups, **lays, experts=experts)

@@ -10,8 +10,8 @@ from soap.cluster.topology import Topology
 from soap.model.graph import OperatorGraph
 from soap.strategy.classical import SYNCHRONIZED, expert_parallel, single_device
 from soap.strategy.config import Strategy
-from soap.strategy.grids import device_order, largest_divisor, tensor_parallel_width
-from soap.strategy.megatron import ExpertMapping, context_parallel, hybrid, sequence_parallel, staged
+from soap.strategy.grids import largest_divisor, tensor_parallel_width
+from soap.strategy.megatron import ExpertMapping, context_parallel, hybrid, neighbouring_stages, sequence_parallel, staged
 from soap.strategy.recomputation import recomputed, selectively_recomputed
 from soap.strategy.stages import stages_of, stages_of_chunks
 from soap.strategy.sync import offloaded
@@ -124,9 +124,7 @@ def placement(graph: OperatorGraph, topology: Topology, configuration: Configura
 
 def _pipelined(graph: OperatorGraph, topology: Topology, pipeline: Pipeline, own: Configuration) -> Strategy:
     """Stages take neighbouring devices, as in all of these trainers: the pipeline's is the outermost dimension of their meshes."""
-    order, count = device_order(topology), pipeline.stages
-    each = len(order) // count
-    homes = [order[stage * each : (stage + 1) * each] for stage in range(count)]
+    homes = neighbouring_stages(topology, pipeline.stages)
     blocks = [pipeline.stage_of[chunk] for chunk in pipeline.chunks]
     scatters, lays = own.base == "sequence", {"tensor": own.width, "microbatches": own.microbatches}
     strategy = staged(graph, topology, blocks, homes, **lays, scatters=scatters, experts=own.mapping)

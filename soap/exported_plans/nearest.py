@@ -99,6 +99,10 @@ def _candidates(
 ) -> Iterator[Configuration]:
     world, pipeline = len(topology.workers), _pipeline(target, graph, topology, strategy, notes)
     mapping = expert_mapping(graph, strategy) if target.maps_experts else None
+
+    def mappings(base: Base) -> list[ExpertMapping | None]:
+        return [None] if mapping is None or base not in MAPPED else [None, mapping]
+
     for base in target.bases:
         if base == "single":
             homes = {device for config in strategy.operators.values() for device in config.devices}
@@ -106,14 +110,13 @@ def _candidates(
                 yield from _divided(target, Configuration("single", 1, 1, samples, device), strategy.microbatches)
             continue
         for width in widths(graph, topology, base, world):
-            yield from _divided(target, Configuration(base, width, world, samples), strategy.microbatches)
-            if mapping is not None and base in MAPPED:
-                yield from _divided(target, Configuration(base, width, world, samples, mapping=mapping), strategy.microbatches)
+            for own in mappings(base):
+                yield from _divided(target, Configuration(base, width, world, samples, mapping=own), strategy.microbatches)
     if pipeline is not None:
         splits: list[Base] = [base for base in ("tensor", "sequence") if base in target.bases]
         shapes = [("data", 1), *((base, width) for base in splits for width in widths(graph, topology, base, world // pipeline.stages))]
         for base, width in shapes:
-            for own in dict.fromkeys((None, mapping if base in MAPPED else None)):
+            for own in mappings(base):
                 piped = Configuration(base, width, world, samples, pipeline=pipeline, mapping=own)
                 yield from _divided(target, piped, strategy.microbatches)
 

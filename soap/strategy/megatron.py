@@ -136,6 +136,11 @@ def _stages(topology: Topology, width: int, pipeline: int, experts: ExpertMappin
     """The devices of each stage, in groups of this width."""
     if experts is None:
         return copied_stages(topology, tensor=width, pipeline=pipeline)
+    return neighbouring_stages(topology, pipeline)
+
+
+def neighbouring_stages(topology: Topology, pipeline: int) -> list[tuple[int, ...]]:
+    """The devices of each stage where it takes neighbouring ones, as many as the others do: Megatron-LM's order of ranks."""
     order = device_order(topology)
     each = len(order) // pipeline
     return [tuple(order[stage * each : (stage + 1) * each]) for stage in range(pipeline)]
